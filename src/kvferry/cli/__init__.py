@@ -1,0 +1,74 @@
+"""The command line: every verb is one library call; this package only reads options and prints.
+
+``--json`` prints one object on stdout and nothing else; all else goes to stderr.
+Exit status: 0 done (``check``: holds), 1 the transfer or run failed, 2 bad input,
+3 ``check``: does not hold, 4 ``check``: unknown. A bad input is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+import cyclopts
+from cyclopts import App
+
+from kvferry.errors import InputError, KVFerryError
+
+__all__ = ["VERBS", "app", "main", "run"]
+
+FOUR_QUESTIONS = """\
+kvferry moves a request's KV cache and execution state from a prefill worker to a decode worker.
+
+  How big is it?           kvferry size MODEL --tokens N
+  See it move              kvferry demo
+
+`kvferry VERB --help` says the rest."""
+
+# One module a verb, named like it, with a function of that name. They are imported only
+# when their verb (or the list of verbs) is asked for, so `kvferry --version` stays fast.
+VERBS = ("size", "demo")
+
+app = App(
+    name="kvferry",
+    help="Size, measure, plan and make the move of KV cache and execution state between LLM workers.",
+    version=lambda: f"kvferry {metadata.version('kvferry')}",
+    help_format="plaintext",
+)
+
+
+for _verb in VERBS:
+    app.command(f"kvferry.cli.{_verb}:{_verb}", name=_verb)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command line and leave the process with its exit status."""
+    sys.exit(run(argv))
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit status. Errors are one line on stderr.
+
+    A verb returns None (status 0) or the status itself.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        print(FOUR_QUESTIONS)
+        return 0
+    try:
+        status = app(arguments, exit_on_error=False, print_error=False)
+    except InputError as error:
+        return _say(str(error), 2)
+    except KVFerryError as error:
+        return _say(str(error), 1)
+    except cyclopts.CycloptsError as error:
+        return _say(" ".join(str(error).split()), 2)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    return status if isinstance(status, int) else 0
+
+
+def _say(message: str, status: int) -> int:
+    print(f"kvferry: {message}", file=sys.stderr)
+    return status

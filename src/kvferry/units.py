@@ -1,0 +1,88 @@
+"""Bytes, bits, seconds and rates: the only place that parses and prints them.
+
+Two rules. Sizes are bytes and say both GB (10^9) and GiB (2^30), because the two differ by
+7 %. Rates say both GB/s and Gb/s, because the two differ by 8 times and links are sold in bits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from kvferry.errors import InputError
+
+__all__ = [
+    "format_bits",
+    "format_bytes",
+    "format_rate",
+    "format_seconds",
+    "parse_bytes",
+    "parse_seconds",
+]
+
+_DECIMAL = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_BITS = ((10**12, "Tb"), (10**9, "Gb"), (10**6, "Mb"), (10**3, "kb"))
+_BYTE_UNITS = {"": 1, "B": 1, **{name: n for n, name in _DECIMAL + _BINARY}, "KB": 10**3}
+_SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([A-Za-zµ]*)\s*")
+
+
+def _scaled(value: float, table: tuple[tuple[int, str], ...], unit: str) -> str:
+    for factor, name in table:
+        if abs(value) >= factor:
+            return (
+                f"{value / factor:.3g} {name}"
+                if abs(value) < 1000 * factor
+                else f"{value / factor:,.0f} {name}"
+            )
+    return (
+        f"{value:.3g} {unit}"
+        if isinstance(value, float) and not value.is_integer()
+        else f"{int(value)} {unit}"
+    )
+
+
+def format_bytes(nbytes: int) -> str:
+    """``1342177280`` -> ``"1.34 GB (1.25 GiB)"``; below 1 kB only the count."""
+    decimal = _scaled(nbytes, _DECIMAL, "B")
+    return decimal if abs(nbytes) < 1000 else f"{decimal} ({_scaled(nbytes, _BINARY, 'B')})"
+
+
+def format_bits(nbytes: int) -> str:
+    """The same bytes counted in bits: ``1342177280`` bytes -> ``"10.7 Gb"``."""
+    return _scaled(8 * nbytes, _BITS, "b")
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """``5e10`` -> ``"50 GB/s (400 Gb/s)"``."""
+    return f"{_scaled(bytes_per_second, _DECIMAL, 'B')}/s ({_scaled(8 * bytes_per_second, _BITS, 'b')}/s)"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits in the unit that fits: ``"12.5 ms"``, ``"1.5 s"``, ``"340 us"``."""
+    for factor, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {name}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def _parse(text: str, field: str, units: dict[str, int] | dict[str, float]) -> float:
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2] not in units:
+        known = ", ".join(name for name in units if name)
+        raise InputError(f"{field}: {text!r} is not a number with one of the units {known}")
+    value = float(match[1]) * units[match[2]]
+    if not math.isfinite(value):
+        raise InputError(f"{field}: {text!r} is too large")
+    return value
+
+
+def parse_bytes(text: str, field: str = "bytes") -> int:
+    """``"64 KiB"``, ``"1.5GB"``, ``"4096"`` -> bytes. Raises InputError naming ``field``."""
+    return round(_parse(text, field, _BYTE_UNITS))
+
+
+def parse_seconds(text: str, field: str = "seconds") -> float:
+    """``"200ms"``, ``"0.08"``, ``"2 min"`` -> seconds. Raises InputError naming ``field``."""
+    return _parse(text, field, _SECOND_UNITS)
