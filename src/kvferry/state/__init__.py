@@ -1,0 +1,62 @@
+"""Execution state: what must travel with the KV cache so that decode continues exactly."""
+
+from kvferry.state.cache import GroupBlocks, LayerState, Quantisation, Section, TensorEntry, TensorKey
+from kvferry.state.fingerprint import Fingerprint, LoraAdapter, Parallel, RankPart
+from kvferry.state.record import CURRENT_VERSION, MAJOR_VERSION, ExecutionState, Extension, Version
+from kvferry.state.request import (
+    Draft,
+    DraftFingerprint,
+    Encoder,
+    Grammar,
+    Limits,
+    LogitBias,
+    LogprobRow,
+    Logprobs,
+    Multimodal,
+    Positions,
+    Rng,
+    SamplingParameters,
+    TextPosition,
+    Tokens,
+    Usage,
+)
+from kvferry.state.values import Axis, Exactness, InlineTensor, RngKind, pack_ids, unpack_ids
+
+__all__ = [
+    "CURRENT_VERSION",
+    "MAJOR_VERSION",
+    "Axis",
+    "Draft",
+    "DraftFingerprint",
+    "Encoder",
+    "Exactness",
+    "ExecutionState",
+    "Extension",
+    "Fingerprint",
+    "Grammar",
+    "GroupBlocks",
+    "InlineTensor",
+    "LayerState",
+    "Limits",
+    "LogitBias",
+    "LogprobRow",
+    "Logprobs",
+    "LoraAdapter",
+    "Multimodal",
+    "Parallel",
+    "Positions",
+    "Quantisation",
+    "RankPart",
+    "Rng",
+    "RngKind",
+    "SamplingParameters",
+    "Section",
+    "TensorEntry",
+    "TensorKey",
+    "TextPosition",
+    "Tokens",
+    "Usage",
+    "Version",
+    "pack_ids",
+    "unpack_ids",
+]
