@@ -46,7 +46,7 @@ def paged_pool(
     row = head_dim * ITEMSIZE[dtype]
     token_stride, head_stride = (kv_heads * row, row) if axis_order == "NHD" else (row, block_size * row)
     body = block_size * kv_heads * row
-    roles = (Role.key, Role.value)
+    roles = (Role.KEY, Role.VALUE)
     block_stride = body * (len(layers) if cross_layer else 1) * (len(roles) if joined_kv else 1)
     region = -(-num_blocks * block_stride // alignment) * alignment
     tensors = []
@@ -70,7 +70,7 @@ def paged_pool(
                 )
             )
     regions = (1 if cross_layer else len(layers)) * (1 if joined_kv else len(roles))
-    kind = LayerKind.full if window is None else LayerKind.sliding
+    kind = LayerKind.FULL if window is None else LayerKind.SLIDING
     group = GroupLayout(name, kind, block_size, num_blocks, tuple(tensors), window)
     return PoolLayout((group,), regions * region)
 

@@ -27,6 +27,7 @@ __all__ = ["MAX_TENSORS", "GroupLayout", "PoolLayout", "TensorLayout"]
 MAX_TENSORS = 1 << 14
 MAX_LAYER = 1 << 20
 MAX_HEADS = 1 << 16
+MAX_PART = 255
 MAX_COUNT = (1 << 31) - 1  # blocks and tokens: ids are int32
 
 
@@ -41,6 +42,7 @@ class TensorLayout(
 
     ``head_start`` is the model's number of the first head that is here, so that ranks of unlike
     tensor parallelism can be matched; a replicated head has the same number in every rank.
+    ``part`` tells several tensors of one role in one layer apart.
     For recurrent state ``block_stride`` is the distance of two slots and ``token_stride`` is 0;
     ``head_dim`` is all that belongs to one head, flattened. Raises InputError.
     """
@@ -55,12 +57,14 @@ class TensorLayout(
     heads: int
     head_dim: int
     head_start: int = 0
+    part: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
             raise InputError(f"dtype: {self.dtype!r} is not known; known are {', '.join(ITEMSIZE)}")
         Role(self.role)
         check_int("layer", self.layer, 0, MAX_LAYER)
+        check_int("part", self.part, 0, MAX_PART)
         check_int("heads", self.heads, 1, MAX_HEADS)
         check_int("head_start", self.head_start, 0, MAX_HEADS)
         check_int("head_dim", self.head_dim, 1, MAX_NBYTES)
@@ -83,7 +87,7 @@ class TensorLayout(
         return self.head_start + self.heads
 
     def __str__(self) -> str:
-        return f"layer {self.layer} {self.role.value}"
+        return f"layer {self.layer} {self.role.value}" + (f" part {self.part}" if self.part else "")
 
 
 class GroupLayout(
@@ -122,7 +126,7 @@ class GroupLayout(
                 )
         elif self.tokens_per_entry != 1 or any(tensor.token_stride for tensor in self.tensors):
             raise InputError(f"{where}state slots have no token axis: token_stride must be 0")
-        if (self.window is not None) != (self.kind is LayerKind.sliding):
+        if (self.window is not None) != (self.kind is LayerKind.SLIDING):
             raise InputError(f"{where}window is {self.window} in a group of kind {self.kind.value}")
         if self.window is not None:
             check_int(where + "window", self.window, 1, MAX_COUNT)

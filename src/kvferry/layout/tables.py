@@ -21,16 +21,16 @@ class BlockTable:
     """The blocks of one request in one group, in token order.
 
     Args:
-        ids: block ids, int32, shape (entries,); any sequence of whole numbers is taken. For
-            recurrent state the slot ids, usually one.
         first_block: logical index of ``ids[0]``; above 0 where a sliding group has freed blocks.
+        ids: block ids, int32, shape (entries,); any sequence of whole numbers is taken and
+            copied. For recurrent state the slot ids, usually one.
         tokens: only for cross attention, whose length is the encoder's and not the request's.
 
     Raises InputError for ids that are not whole numbers in [0, 2**31).
     """
 
+    first_block: int
     ids: NDArray[np.int32]
-    first_block: int = 0
     tokens: int | None = None
 
     def __post_init__(self) -> None:

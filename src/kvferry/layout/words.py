@@ -10,33 +10,33 @@ __all__ = ["ITEMSIZE", "LayerKind", "Role"]
 class Role(StrEnum):
     """What one tensor of one layer is. Closed: a peer names a role, never an attribute."""
 
-    key = "key"
-    value = "value"
-    latent = "latent"
-    rope = "rope"
-    index = "index"  # type: ignore[assignment]  # hides str.index, which no role needs
-    conv = "conv"
-    ssm = "ssm"
-    buffer = "buffer"
-    gate = "gate"
-    compressed = "compressed"
-    overlap = "overlap"
-    cross_key = "cross_key"
-    cross_value = "cross_value"
+    KEY = "key"
+    VALUE = "value"
+    LATENT = "latent"
+    ROPE = "rope"
+    INDEX = "index"
+    CONV = "conv"
+    SSM = "ssm"
+    BUFFER = "buffer"
+    GATE = "gate"
+    COMPRESSED = "compressed"
+    OVERLAP = "overlap"
+    CROSS_KEY = "cross_key"
+    CROSS_VALUE = "cross_value"
 
 
 class LayerKind(StrEnum):
     """How the cache of a layer grows: with the tokens, up to a window, or not at all."""
 
-    full = "full"
-    sliding = "sliding"
-    mla = "mla"
-    indexed = "indexed"
-    compressed = "compressed"
-    linear = "linear"
-    conv = "conv"
-    dummy = "dummy"
-    cross = "cross"
+    FULL = "full"
+    SLIDING = "sliding"
+    MLA = "mla"
+    INDEXED = "indexed"
+    COMPRESSED = "compressed"
+    LINEAR = "linear"
+    CONV = "conv"
+    DUMMY = "dummy"
+    CROSS = "cross"
 
 
 # Bytes of one element. Formats below one byte are described as uint8 of the packed width.
