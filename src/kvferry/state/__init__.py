@@ -1,7 +1,13 @@
 """Execution state: what must travel with the KV cache so that decode continues exactly."""
 
+from kvferry.state.arrival import Arrival, GroupArrival, ImportReport, LandedBlocks, Replay, SequencePosition
 from kvferry.state.cache import GroupBlocks, LayerState, Quantisation, Section, TensorEntry, TensorKey
+from kvferry.state.codec import HEADER_NBYTES, MAX_STATE_NBYTES, decode_state, encode_state
+from kvferry.state.digest import config_digest, grammar_digest, ids_digest, weights_digest
+from kvferry.state.expectation import Expectation, GroupRoom
 from kvferry.state.fingerprint import Fingerprint, LoraAdapter, Parallel, RankPart
+from kvferry.state.fit import FINGERPRINT_CLASSES, Conversion, FitClass, compare_fingerprints
+from kvferry.state.probe import PROBE_PREFILL_TOKENS, ProbeTokens, probe_digest, probe_token_ids
 from kvferry.state.record import CURRENT_VERSION, MAJOR_VERSION, ExecutionState, Extension, Version
 from kvferry.state.request import (
     Draft,
@@ -20,22 +26,47 @@ from kvferry.state.request import (
     Tokens,
     Usage,
 )
+from kvferry.state.requirements import (
+    DraftNeed,
+    GroupNeed,
+    LayerNeed,
+    Placement,
+    Requirements,
+    RowRule,
+    TensorNeed,
+    TensorSpec,
+)
 from kvferry.state.values import Axis, Exactness, InlineTensor, RngKind, pack_ids, unpack_ids
 
 __all__ = [
     "CURRENT_VERSION",
+    "FINGERPRINT_CLASSES",
+    "HEADER_NBYTES",
     "MAJOR_VERSION",
+    "MAX_STATE_NBYTES",
+    "PROBE_PREFILL_TOKENS",
+    "Arrival",
     "Axis",
+    "Conversion",
     "Draft",
     "DraftFingerprint",
+    "DraftNeed",
     "Encoder",
     "Exactness",
     "ExecutionState",
+    "Expectation",
     "Extension",
     "Fingerprint",
+    "FitClass",
     "Grammar",
+    "GroupArrival",
     "GroupBlocks",
+    "GroupNeed",
+    "GroupRoom",
+    "ImportReport",
     "InlineTensor",
+    "LandedBlocks",
+    "LayerNeed",
     "LayerState",
     "Limits",
     "LogitBias",
@@ -44,19 +75,36 @@ __all__ = [
     "LoraAdapter",
     "Multimodal",
     "Parallel",
+    "Placement",
     "Positions",
+    "ProbeTokens",
     "Quantisation",
     "RankPart",
+    "Replay",
+    "Requirements",
     "Rng",
     "RngKind",
+    "RowRule",
     "SamplingParameters",
     "Section",
+    "SequencePosition",
     "TensorEntry",
     "TensorKey",
+    "TensorNeed",
+    "TensorSpec",
     "TextPosition",
     "Tokens",
     "Usage",
     "Version",
+    "compare_fingerprints",
+    "config_digest",
+    "decode_state",
+    "encode_state",
+    "grammar_digest",
+    "ids_digest",
     "pack_ids",
+    "probe_digest",
+    "probe_token_ids",
     "unpack_ids",
+    "weights_digest",
 ]

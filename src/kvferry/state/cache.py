@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated
 
 from msgspec import Meta
 
-from kvferry.state.values import Axis, Count, Int32Bytes, Name, Record, Shape, require_whole_ids
+from kvferry.layout import BlockTable, LayerKind, Role
+from kvferry.state.values import (
+    Axis,
+    Count,
+    Int32Bytes,
+    Name,
+    Record,
+    Shape,
+    pack_ids,
+    require_whole_ids,
+    unpack_ids,
+)
 
 __all__ = ["GroupBlocks", "LayerState", "Quantisation", "Section", "TensorEntry", "TensorKey"]
-
-
-class LayerKind(enum.Enum):
-    """What kind of cache a layer keeps."""
-
-    FULL = "full"
-    SLIDING = "sliding"
-    MLA = "mla"
-    INDEXED = "indexed"
-    COMPRESSED = "compressed"
-    LINEAR = "linear"
-    CONV = "conv"
-    DUMMY = "dummy"
-    CROSS = "cross"
-
-
-class Role(enum.Enum):
-    """What a cache tensor is."""
-
-    KEY = "key"
-    VALUE = "value"
-    LATENT = "latent"
-    ROPE = "rope"
-    INDEX = "index"
-    CONV = "conv"
-    SSM = "ssm"
-    BUFFER = "buffer"
-    GATE = "gate"
-    COMPRESSED = "compressed"
-    OVERLAP = "overlap"
-    CROSS_KEY = "cross_key"
-    CROSS_VALUE = "cross_value"
 
 
 class LayerState(Record, frozen=True, kw_only=True):
@@ -121,6 +99,21 @@ class GroupBlocks(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         require_whole_ids(self.ids, "block ids")
         require_whole_ids(self.placement, "placement")
+
+    @classmethod
+    def of(cls, group: str, table: BlockTable, *, block_tokens: int | None, layout: str) -> GroupBlocks:
+        """An engine's block table as it travels."""
+        return cls(
+            group=group,
+            block_tokens=block_tokens,
+            layout=layout,
+            first_logical_block=table.first_block,
+            ids=pack_ids(table.ids),
+        )
+
+    def table(self, tokens: int | None = None) -> BlockTable:
+        """The block table for a copy plan; ``tokens`` only for cross attention."""
+        return BlockTable(self.first_logical_block, unpack_ids(self.ids), tokens)
 
 
 class Section(Record, frozen=True, kw_only=True):

@@ -147,14 +147,15 @@ class Draft(Record, frozen=True, kw_only=True):
 class Grammar(Record, frozen=True, kw_only=True):
     """A grammar's text; decode replays all output ids and compares the mask that results.
 
-    ``digest``: sha256 of kind and text. ``mask_digest``: sha256 of the next token mask at prefill.
+    ``digest``: ``grammar_digest(kind, text)``. ``mask_digest``: sha256 of the mask for the next
+    token at prefill, as packed bits in token order.
     """
 
     kind: Name
     text: str
     digest: Digest
     accepted_tokens: Count
-    mask_digest: Digest | None = None
+    mask_digest: Digest
 
 
 class TextPosition(Record, frozen=True, kw_only=True):

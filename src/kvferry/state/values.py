@@ -17,9 +17,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvferry.errors import LocalError
+from kvferry.layout import ITEMSIZE
 
 __all__ = [
-    "DTYPE_NBYTES",
     "MAX_TOKENS",
     "Axis",
     "Count",
@@ -50,28 +50,12 @@ Int32Bytes: TypeAlias = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 Extent: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Shape: TypeAlias = Annotated[tuple[Extent, ...], Meta(max_length=8)]
 
-DTYPE_NBYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Dtypes that a tensor inside the record may have; KV in a pool may have others (quantised ones)."""
-
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every part of the record: frozen, closed (an unknown field is refused)."""
 
 
-class Exactness(enum.Enum):
+class Exactness(enum.StrEnum):
     """What the caller asks of the continuation, compared with one process doing it all."""
 
     BITS = "bits"  # the same logits, bit by bit
@@ -79,7 +63,7 @@ class Exactness(enum.Enum):
     BEST_EFFORT = "best_effort"  # a right continuation of the same model, maybe another one
 
 
-class RngKind(enum.Enum):
+class RngKind(enum.StrEnum):
     """How a random state is carried; decode must be able to load the kind."""
 
     TORCH_MT19937_CPU = "torch_mt19937_cpu"  # state: torch.Generator.get_state(), 5056 bytes
@@ -89,11 +73,11 @@ class RngKind(enum.Enum):
     REPLAY = "replay"  # seed, draws: seed anew and draw so many times
 
 
-class Axis(enum.Enum):
+class Axis(enum.StrEnum):
     """What one axis of a tensor counts. Order in a record is logical; strides are the pool's affair."""
 
     BATCH = "batch"
-    TOKEN = "token"  # noqa: S105
+    TOKEN = "token"  # noqa: S105 - no password
     HEAD = "head"
     DIM = "dim"
     CHANNEL = "channel"
@@ -113,9 +97,9 @@ class InlineTensor(Record, frozen=True, kw_only=True):
     data: bytes
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_NBYTES:
-            raise LocalError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_NBYTES)}")
-        if len(self.data) != (want := math.prod(self.shape) * DTYPE_NBYTES[self.dtype]):
+        if self.dtype not in ITEMSIZE:
+            raise LocalError(f"dtype {self.dtype!r} is not one of {', '.join(ITEMSIZE)}")
+        if len(self.data) != (want := math.prod(self.shape) * ITEMSIZE[self.dtype]):
             raise LocalError(f"{self.dtype}{list(self.shape)} is {want} bytes, not {len(self.data)}")
 
     @classmethod
