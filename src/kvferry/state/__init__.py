@@ -2,6 +2,17 @@
 
 from kvferry.state.arrival import Arrival, GroupArrival, ImportReport, LandedBlocks, Replay, SequencePosition
 from kvferry.state.cache import GroupBlocks, LayerState, Quantisation, Section, TensorEntry, TensorKey
+from kvferry.state.can_start import (
+    check_after_move,
+    check_before_move,
+    verify_audit,
+    verify_finite,
+    verify_import,
+    verify_lease,
+    verify_replay,
+)
+from kvferry.state.check import Check, Stage
+from kvferry.state.checks import CHECKS
 from kvferry.state.codec import HEADER_NBYTES, MAX_STATE_NBYTES, decode_state, encode_state
 from kvferry.state.digest import config_digest, grammar_digest, ids_digest, weights_digest
 from kvferry.state.expectation import Expectation, GroupRoom
@@ -35,10 +46,12 @@ from kvferry.state.requirements import (
     RowRule,
     TensorNeed,
     TensorSpec,
+    TokenSource,
 )
 from kvferry.state.values import Axis, Exactness, InlineTensor, RngKind, pack_ids, unpack_ids
 
 __all__ = [
+    "CHECKS",
     "CURRENT_VERSION",
     "FINGERPRINT_CLASSES",
     "HEADER_NBYTES",
@@ -47,6 +60,7 @@ __all__ = [
     "PROBE_PREFILL_TOKENS",
     "Arrival",
     "Axis",
+    "Check",
     "Conversion",
     "Draft",
     "DraftFingerprint",
@@ -88,14 +102,18 @@ __all__ = [
     "SamplingParameters",
     "Section",
     "SequencePosition",
+    "Stage",
     "TensorEntry",
     "TensorKey",
     "TensorNeed",
     "TensorSpec",
     "TextPosition",
+    "TokenSource",
     "Tokens",
     "Usage",
     "Version",
+    "check_after_move",
+    "check_before_move",
     "compare_fingerprints",
     "config_digest",
     "decode_state",
@@ -106,5 +124,10 @@ __all__ = [
     "probe_digest",
     "probe_token_ids",
     "unpack_ids",
+    "verify_audit",
+    "verify_finite",
+    "verify_import",
+    "verify_lease",
+    "verify_replay",
     "weights_digest",
 ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from kvferry.errors import LocalError
 from kvferry.state.cache import LayerState, TensorEntry
+from kvferry.state.digest import ids_digest
 from kvferry.state.values import (
     Count,
     Digest,
@@ -17,6 +21,7 @@ from kvferry.state.values import (
     Record,
     RngKind,
     TokenId,
+    pack_ids,
     require_whole_ids,
 )
 
@@ -56,6 +61,27 @@ class Tokens(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_whole_ids(self.ids, "token ids")
+
+    @classmethod
+    def of(
+        cls,
+        ids: NDArray[np.integer] | Sequence[int],
+        *,
+        prompt_tokens: int,
+        emitted_tokens: int,
+        pending: int | None = None,
+        last_logits: InlineTensor | None = None,
+    ) -> Tokens:
+        """The record of a token history; packs the ids and takes their digest."""
+        raw = pack_ids(ids)
+        return cls(
+            ids=raw,
+            prompt_tokens=prompt_tokens,
+            digest=ids_digest(raw),
+            emitted_tokens=emitted_tokens,
+            pending=pending,
+            last_logits=last_logits,
+        )
 
 
 class Positions(Record, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvferry.layout import LayerKind, Role
+from kvferry.layout import GroupLayout, LayerKind, Role
 from kvferry.state.cache import TensorKey
 from kvferry.state.fingerprint import Fingerprint
 from kvferry.state.fit import Conversion
@@ -28,6 +28,7 @@ __all__ = [
     "RowRule",
     "TensorNeed",
     "TensorSpec",
+    "TokenSource",
 ]
 
 
@@ -37,6 +38,14 @@ class Placement(enum.StrEnum):
     IRRELEVANT = "irrelevant"
     RESTORABLE = "restorable"  # it does, and an import can put the tokens where they were
     UNCONTROLLED = "uncontrolled"  # it does, and an import packs them anew
+
+
+class TokenSource(enum.StrEnum):
+    """Whose tokens a group holds."""
+
+    REQUEST = "request"
+    ENCODER = "encoder"
+    DRAFT = "draft"
 
 
 class RowRule(Record, frozen=True, kw_only=True):
@@ -116,8 +125,7 @@ class GroupNeed(Record, frozen=True, kw_only=True):
     """One layer group of the local pool.
 
     ``block_tokens`` None: slots of constant size, ``slots`` of them a request (None: any number,
-    for an engine's opaque bytes). ``window``: tokens kept, None for all. ``of_encoder``: holds the
-    encoder's tokens.
+    for an engine's opaque bytes). ``window``: tokens kept, None for all.
     """
 
     group: Name
@@ -125,7 +133,18 @@ class GroupNeed(Record, frozen=True, kw_only=True):
     layout: Name
     window: Count | None = None
     slots: Count | None = 1
-    of_encoder: bool = False
+    covers: TokenSource = TokenSource.REQUEST
+
+    @classmethod
+    def of(cls, group: GroupLayout, *, layout: str, covers: TokenSource = TokenSource.REQUEST) -> GroupNeed:
+        """A group of the local pool; ``layout`` is its name in records, the same for like pools."""
+        return cls(
+            group=group.name,
+            block_tokens=group.block_size,
+            layout=layout,
+            window=group.window,
+            covers=covers,
+        )
 
     def first_needed_token(self, kv_tokens: int) -> int:
         """The earliest of ``kv_tokens`` tokens that this group must still hold."""
