@@ -35,9 +35,7 @@ class _Record(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     """Fields at their default are not sent, so a field added later is refused only where it is used."""
 
 
-class TensorLayout(
-    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, cache_hash=True
-):
+class TensorLayout(_Record, frozen=True):
     """Where one role of one layer lies. Strides and offset are bytes; ``head_dim`` elements are contiguous.
 
     ``head_start`` is the model's number of the first head that is here, so that ranks of unlike
@@ -62,7 +60,8 @@ class TensorLayout(
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
             raise InputError(f"dtype: {self.dtype!r} is not known; known are {', '.join(ITEMSIZE)}")
-        Role(self.role)
+        if not isinstance(self.role, Role):
+            raise InputError(f"role: {self.role!r} is not a Role")
         check_int("layer", self.layer, 0, MAX_LAYER)
         check_int("part", self.part, 0, MAX_PART)
         check_int("heads", self.heads, 1, MAX_HEADS)
@@ -90,9 +89,7 @@ class TensorLayout(
         return f"layer {self.layer} {self.role.value}" + (f" part {self.part}" if self.part else "")
 
 
-class GroupLayout(
-    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, cache_hash=True
-):
+class GroupLayout(_Record, frozen=True):
     """Tensors that share one block table.
 
     ``block_size``: tokens of a block, or None for recurrent state, which has one slot a request.
@@ -112,7 +109,8 @@ class GroupLayout(
 
     def __post_init__(self) -> None:
         where = f"group {self.name!r}: "
-        LayerKind(self.kind)
+        if not isinstance(self.kind, LayerKind):
+            raise InputError(f"{where}kind: {self.kind!r} is not a LayerKind")
         check_int(where + "num_blocks", self.num_blocks, 1, MAX_COUNT)
         check_int(where + "tokens_per_entry", self.tokens_per_entry, 1, MAX_COUNT)
         if not self.tensors:
@@ -144,9 +142,7 @@ class GroupLayout(
         return self.block_size is None
 
 
-class PoolLayout(
-    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, cache_hash=True
-):
+class PoolLayout(_Record, frozen=True):
     """All that one rank's pool holds; ``nbytes`` is the size of the pool's memory.
 
     True after construction: every byte of every tensor lies in [0, nbytes), no two tensors
