@@ -214,11 +214,8 @@ def _plan(runs: Sequence[tuple[Run, Template]]) -> CopyPlan:
         nbytes=_flat([np.tile(template.nbytes, run.src_offset.size) for run, template in runs]),
         chunk_start=_flat([*starts, first[-1:]]),
         chunk_id=_flat([np.add.outer(run.first_chunk_id, template.chunk_index) for run, template in runs]),
-        chunk_complete=np.concatenate(
-            [
-                _NONE_COMPLETE,
-                *(np.tile(template.chunk_complete, run.src_offset.size) for run, template in runs),
-            ]
+        chunk_complete=_flat(
+            [np.tile(template.chunk_complete, run.src_offset.size) for run, template in runs], np.bool_
         ),
         runs=runs,
     )
