@@ -1,0 +1,75 @@
+"""The registry of model families: ``model_type`` -> one small function that reads its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from kvferry.model.fields import Fields
+from kvferry.model.shape import CacheTensor, LayerGroup, LayerKind, TensorRole
+
+__all__ = ["FAMILIES", "Family", "FamilyShape", "Heads", "family", "group", "heads_group", "layer_count"]
+
+
+class Heads(NamedTuple):
+    """KV heads of a layer, and how many values of K and of V each has per token."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+
+class FamilyShape(msgspec.Struct, frozen=True):
+    """What a family function reads out of a config.
+
+    Args:
+        num_layers: layers that pipeline parallelism splits.
+        groups: the layer groups; empty ones are dropped by the caller.
+        draft_layer: the groups of one draft layer, where it is not simply the last attention layer.
+        encoder_tokens: the encoder's length, where the model fixes it.
+    """
+
+    num_layers: int
+    groups: tuple[LayerGroup, ...]
+    draft_layer: tuple[LayerGroup, ...] = ()
+    encoder_tokens: int | None = None
+
+
+Family = Callable[[Fields], FamilyShape]
+FAMILIES: dict[str, Family] = {}
+
+
+def family(*model_types: str) -> Callable[[Family], Family]:
+    """Register a function for these ``model_type`` values. Adding a family is one such function."""
+
+    def register(function: Family) -> Family:
+        for model_type in model_types:
+            FAMILIES[model_type] = function
+        return function
+
+    return register
+
+
+def layer_count(f: Fields) -> int:
+    """The number of layers, by whichever of its names the config uses."""
+    return f.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def group(
+    kind: LayerKind,
+    layers: Iterable[int],
+    *tensors: CacheTensor,
+    limit_tokens: int = 0,
+    ratio: int = 1,
+) -> LayerGroup:
+    """A layer group of the target model."""
+    return LayerGroup(kind, tuple(layers), tensors, limit_tokens, ratio)
+
+
+def heads_group(kind: LayerKind, layers: Iterable[int], heads: Heads, limit_tokens: int = 0) -> LayerGroup:
+    """A group of the target model that stores K and V rows per head."""
+    k = CacheTensor(TensorRole.K, heads.kv_heads, heads.k_dim)
+    v = CacheTensor(TensorRole.V, heads.kv_heads, heads.v_dim)
+    return group(kind, layers, k, v, limit_tokens=limit_tokens)
