@@ -1,7 +1,50 @@
-"""kvferry: size, measure, plan and make the move of KV cache and execution state."""
+"""kvferry: size, measure, plan and make the move of KV cache and execution state.
 
-from importlib import metadata
+The names below are imported when they are first used, so that the command line and the pure
+parts start without NumPy.
+"""
 
-__all__ = ["__version__"]
+from __future__ import annotations
 
-__version__ = metadata.version("kvferry")
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.layout import BlockTable, PoolLayout
+    from kvferry.model import ModelShape
+    from kvferry.size import KVSize, kv_size
+    from kvferry.state import ExecutionState, Requirements
+    from kvferry.transfer import Endpoint, Pool
+
+__all__ = [
+    "BlockTable",
+    "Endpoint",
+    "ExecutionState",
+    "KVSize",
+    "ModelShape",
+    "Pool",
+    "PoolLayout",
+    "Requirements",
+    "__version__",
+    "kv_size",
+]
+
+_HOME = {
+    "BlockTable": "layout",
+    "Endpoint": "transfer",
+    "ExecutionState": "state",
+    "KVSize": "size",
+    "ModelShape": "model",
+    "Pool": "transfer",
+    "PoolLayout": "layout",
+    "Requirements": "state",
+    "kv_size": "size",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("kvferry")
+    if name in _HOME:
+        return getattr(import_module(f"kvferry.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'kvferry' has no attribute {name!r}")

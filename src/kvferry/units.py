@@ -16,6 +16,7 @@ __all__ = [
     "format_bytes",
     "format_rate",
     "format_seconds",
+    "format_size",
     "parse_bytes",
     "parse_seconds",
 ]
@@ -52,6 +53,13 @@ def format_bytes(nbytes: int) -> str:
 def format_bits(nbytes: int) -> str:
     """The same bytes counted in bits: ``1342177280`` bytes -> ``"10.7 Gb"``."""
     return _scaled(8 * nbytes, _BITS, "b")
+
+
+def format_size(nbytes: int) -> str:
+    """One size in all three counts: ``1342177280`` -> ``"1.34 GB = 1.25 GiB = 10.7 Gb"``."""
+    if nbytes < 1000:
+        return f"{nbytes} B = {format_bits(nbytes)}"
+    return f"{_scaled(nbytes, _DECIMAL, 'B')} = {_scaled(nbytes, _BINARY, 'B')} = {format_bits(nbytes)}"
 
 
 def format_rate(bytes_per_second: float) -> str:

@@ -35,6 +35,7 @@ app = App(
     help="Size, measure, plan and make the move of KV cache and execution state between LLM workers.",
     version=lambda: f"kvferry {metadata.version('kvferry')}",
     help_format="plaintext",
+    result_action="return_value",
 )
 
 

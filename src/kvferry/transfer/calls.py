@@ -1,0 +1,230 @@
+"""What an engine process asks of its transfer process, and the answers: msgpack records.
+
+Every call is answered once, when it is finished: a pull answers when the state is visible, an
+outcome when the hold ended. Answers come in any order; ``id`` joins them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.errors import ErrorRecord
+from kvferry.layout import PoolLayout
+from kvferry.protocol.messages import WireTable
+from kvferry.state import Requirements
+from kvferry.transfer.trace import TransferRecord
+
+__all__ = [
+    "Arrival",
+    "ArrivalCall",
+    "Call",
+    "CancelCall",
+    "CloseCall",
+    "CommitCall",
+    "Held",
+    "LayersCall",
+    "ListenCall",
+    "Listening",
+    "NodeConfig",
+    "Nothing",
+    "OfferCall",
+    "Outcome",
+    "OutcomeCall",
+    "PullCall",
+    "PushCall",
+    "RenewCall",
+    "Reply",
+    "ReserveCall",
+    "StartCall",
+    "Stats",
+    "StatsCall",
+    "Timeouts",
+]
+
+
+class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds after which each wait without a caller's own timeout ends.
+
+    ``lost``: silence after which a peer counts as gone; it says something each ``heartbeat``.
+    ``abort``: how long an abort waits for its acknowledgement. ``start``: how long decode waits
+    for prefill to say Released.
+    """
+
+    handshake: float = 5.0
+    heartbeat: float = 0.5
+    lost: float = 2.0
+    abort: float = 0.5
+    start: float = 5.0
+
+
+class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a transfer process is told once, as its first frame."""
+
+    name: str
+    layout: PoolLayout
+    requirements: Requirements | None
+    integrity: bool
+    timeouts: Timeouts
+    memory_fd: int | None
+    owner_pid: int
+    owner_address: int
+    max_transfers: int = 1024
+    max_moving: int = 64
+    max_lease_seconds: float = 3600.0
+    copy_threads: int = 2
+
+
+class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
+    id: int
+
+
+class ListenCall(_Call, frozen=True):
+    addresses: tuple[str, ...]
+
+
+class OfferCall(_Call, frozen=True):
+    transfer: bytes
+    request_id: str
+    state: bytes
+    tokens: int
+    tables: tuple[WireTable, ...]
+    lease_seconds: float
+
+
+class ReserveCall(_Call, frozen=True):
+    transfer: bytes
+    request_id: str
+    tokens: int
+    tables: tuple[WireTable, ...]
+    lease_seconds: float
+
+
+class PullCall(_Call, frozen=True):
+    ticket: bytes
+    tables: tuple[WireTable, ...]
+    timeout_seconds: float
+    held_tokens: int
+    transport: str
+
+
+class PushCall(_Call, frozen=True):
+    ticket: bytes
+    tables: tuple[WireTable, ...]
+    tokens: int
+    timeout_seconds: float
+    state: bytes
+    transport: str
+
+
+class LayersCall(_Call, frozen=True):
+    transfer: bytes
+    first_layer: int
+    stop_layer: int
+    first_token: int
+    stop_token: int
+
+
+class CommitCall(_Call, frozen=True):
+    transfer: bytes
+    state: bytes
+
+
+class StartCall(_Call, frozen=True):
+    transfer: bytes
+
+
+class CancelCall(_Call, frozen=True):
+    transfer: bytes
+    error: ErrorRecord
+
+
+class RenewCall(_Call, frozen=True):
+    transfer: bytes
+    lease_seconds: float
+
+
+class ArrivalCall(_Call, frozen=True):
+    transfer: bytes
+
+
+class OutcomeCall(_Call, frozen=True):
+    transfer: bytes
+
+
+class StatsCall(_Call, frozen=True):
+    pass
+
+
+class CloseCall(_Call, frozen=True):
+    pass
+
+
+Call = (
+    ListenCall
+    | OfferCall
+    | ReserveCall
+    | PullCall
+    | PushCall
+    | LayersCall
+    | CommitCall
+    | StartCall
+    | CancelCall
+    | RenewCall
+    | ArrivalCall
+    | OutcomeCall
+    | StatsCall
+    | CloseCall
+)
+
+
+class _Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
+    pass
+
+
+class Nothing(_Value, frozen=True):
+    """Done, nothing to say."""
+
+
+class Listening(_Value, frozen=True):
+    addresses: tuple[str, ...]
+    incarnation: bytes
+
+
+class Held(_Value, frozen=True):
+    """An offer or a reservation is held; this names it to the peer."""
+
+    ticket: bytes
+
+
+class Arrival(_Value, frozen=True):
+    """Committed: the state record, checked, with its blocks in the pool."""
+
+    state: bytes
+    record: TransferRecord
+
+
+class Outcome(_Value, frozen=True):
+    """A transfer ended and this side's blocks are the engine's again."""
+
+    record: TransferRecord
+
+
+class Stats(_Value, frozen=True):
+    """What a node holds now; all zero when idle."""
+
+    pid: int
+    transfers: int
+    holds: int
+    grants: int
+    peers: int
+    copies: int
+    threads: int
+    fds: int
+
+
+class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The answer to call ``id``: a value, or an error."""
+
+    id: int
+    value: Nothing | Listening | Held | Arrival | Outcome | Stats | None = None
+    error: ErrorRecord | None = None

@@ -1,0 +1,140 @@
+"""What decode's transfer side asks of a state before bytes move, and again before it is visible.
+
+The checks themselves are in ``kvferry.state``; here they get what this node knows: the
+reservation, the lease, what was seen before, and what arrived.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING
+
+from kvferry.errors import CorruptError, IncompatibleError, PeerError
+from kvferry.layout import BlockTable, PoolLayout, source_pieces
+from kvferry.protocol.ticket import Mode
+from kvferry.state import (
+    Arrival,
+    ExecutionState,
+    Expectation,
+    GroupArrival,
+    GroupBlocks,
+    GroupRoom,
+    LandedBlocks,
+    Requirements,
+    check_after_move,
+    check_before_move,
+    decode_state,
+)
+from kvferry.transfer.integrity import DigestTable
+
+if TYPE_CHECKING:
+    from kvferry.transfer.session import Session
+
+__all__ = ["before_move", "before_visible"]
+
+
+def before_move(session: Session, requirements: Requirements | None, known: bool, newest_attempt: int) -> int:
+    """Checks 1 to 10 of the state that prefill showed; returns the state's attempt number.
+
+    A push may show its state only at commit; then only the room is checked here. Without an
+    engine (a probe) there is no state to check. Raises what the failed check says.
+    """
+    layout = session.node.config.layout
+    if len(session.tables) != len(layout.groups):
+        raise PeerError(f"{len(session.tables)} block tables for {len(layout.groups)} layer groups")
+    if session.mode is Mode.PUSH and not session.state:
+        return newest_attempt
+    if requirements is None:
+        if session.state:
+            raise IncompatibleError("a state was sent to a side that has no engine to start it")
+        return newest_attempt
+    state = decode_state(session.state)
+    if state.transfer_id != session.transfer:
+        raise CorruptError("transfer_id: the state belongs to another transfer", phase="check")
+    if state.kv_tokens != session.tokens:
+        raise PeerError(f"tokens: {session.tokens} were announced, the state covers {state.kv_tokens}")
+    check_before_move(state, requirements, _expectation(session, known, newest_attempt))
+    return state.attempt
+
+
+def before_visible(
+    session: Session, requirements: Requirements | None, exported: DigestTable, arrived: DigestTable
+) -> None:
+    """Checks 11, 12 and 17: every byte arrived, into this transfer's blocks, while the lease holds."""
+    layout = session.node.config.layout
+    expected = _group_nbytes(session, layout)
+    got = sum(part.nbytes for part in session.payload.arrived)
+    if got != sum(expected.values()):
+        raise CorruptError(
+            f"{got} bytes arrived, {sum(expected.values())} are needed", phase="verify", bytes_done=got
+        )
+    if requirements is None:
+        return
+    state = decode_state(session.state)
+    integrity = session.node.config.integrity
+    groups = tuple(
+        GroupArrival(
+            group=group.name,
+            expected_nbytes=expected[group.name],
+            nbytes=expected[group.name],
+            peer_digest=_digest(exported) if integrity else None,
+            local_digest=_digest(arrived) if integrity else None,
+        )
+        for group in layout.groups
+    )
+    arrival = Arrival(
+        transfer_id=session.transfer,
+        groups=groups,
+        landed=_landed(session, state),
+        lease_seconds_left=session.lease_deadline - time.monotonic(),
+    )
+    check_after_move(state, requirements, arrival)
+
+
+def _expectation(session: Session, known: bool, newest_attempt: int) -> Expectation:
+    return Expectation(
+        request_id=session.request_id,
+        known_transfer_ids=(session.transfer,) if known else (),
+        newest_attempt=newest_attempt,
+        room=tuple(
+            GroupRoom(group=group.name, num_blocks=len(table.ids))
+            for group, table in zip(session.node.config.layout.groups, session.tables, strict=True)
+        ),
+        batch_slots=1,
+        lease_seconds_left=session.lease_deadline - time.monotonic(),
+        estimated_seconds=0.0,
+        bytes_moved=sum(part.nbytes for part in session.payload.arrived),
+    )
+
+
+def _group_nbytes(session: Session, layout: PoolLayout) -> dict[str, int]:
+    """Payload bytes due in each group, from this side's own layout and tables."""
+    return {
+        group.name: source_pieces(
+            PoolLayout((group,), layout.nbytes), (table,), session.tokens, first_token=session.held_tokens
+        ).total_nbytes
+        for group, table in zip(layout.groups, session.tables, strict=True)
+    }
+
+
+def _landed(session: Session, state: ExecutionState) -> tuple[LandedBlocks, ...]:
+    wanted = {blocks.group: blocks for blocks in state.blocks}
+    landed = []
+    for group, table in zip(session.node.config.layout.groups, session.tables, strict=True):
+        used = (
+            -(-session.tokens // group.block_size) - table.first_block if group.block_size else len(table.ids)
+        )
+        blocks = GroupBlocks.of(
+            group.name,
+            BlockTable(table.first_block, table.ids[:used], table.tokens),
+            block_tokens=group.block_size,
+            layout=wanted[group.name].layout if group.name in wanted else "local",
+        )
+        landed.append(LandedBlocks(blocks=blocks, owner=session.transfer))
+    return tuple(landed)
+
+
+def _digest(table: DigestTable) -> str:
+    chunk_id, digests = table
+    return hashlib.sha256(chunk_id.tobytes() + digests.tobytes()).hexdigest()

@@ -1,0 +1,169 @@
+"""The engine's end of the socket to its node: calls out, answers in, each with an end.
+
+The node runs in a transfer process (the default for pools in shared memory) or in a thread of
+the engine. Both speak the same records over a socket pair, so there is one path to test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import DeadlineError, KVFerryError, LocalError
+from kvferry.transfer.calls import Call, CloseCall, NodeConfig, Reply
+from kvferry.transfer.process import FRAME, serve
+from kvferry.transport.base import Memory
+
+__all__ = ["NodeClient"]
+
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_encoder = msgspec.msgpack.Encoder()
+# Beyond a call's own limit: how long the node may take to say that the limit has passed.
+_GRACE_SECONDS = 5.0
+
+
+class NodeClient:
+    """Owns a node: its process or thread, and the socket to it."""
+
+    def __init__(self, config: NodeConfig, memory: Memory, *, process: bool) -> None:
+        self._name = config.name
+        self._sock, theirs = socket.socketpair()
+        self._ids = itertools.count(1)
+        self._futures: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        try:
+            if process:
+                self._process = _spawn(theirs, memory)
+            else:
+                self._thread = threading.Thread(
+                    target=_run_in_thread,
+                    args=(theirs.dup(), memory),
+                    name=f"kvferry-node-{config.name}",
+                    daemon=True,
+                )
+                self._thread.start()
+        finally:
+            theirs.close()
+        self._send(_encoder.encode(config))
+        self._reader = threading.Thread(
+            target=self._read_all, name=f"kvferry-calls-{config.name}", daemon=True
+        )
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process that the node runs in."""
+        return os.getpid() if self._process is None else self._process.pid
+
+    def submit(self, kind: type[Call], **fields: Any) -> Future[Any]:
+        """Send a call; the future gives its value or its KVFerryError."""
+        future: Future[Any] = Future()
+        number = next(self._ids)
+        with self._lock:
+            if self._closed:
+                raise LocalError("this endpoint is closed")
+            self._futures[number] = future
+        self._send(_encoder.encode(kind(number, **fields)))
+        return future
+
+    def call(self, kind: type[Call], limit_seconds: float, **fields: Any) -> Any:
+        """Send a call and wait for its answer, at most ``limit_seconds`` and a grace."""
+        return wait_for(self.submit(kind, **fields), limit_seconds, self._name)
+
+    def close(self, limit_seconds: float) -> None:
+        """End the node and everything that it holds; a node that does not end in time is killed."""
+        with self._lock:
+            if self._closed:
+                return
+        with contextlib.suppress(KVFerryError):
+            self.call(CloseCall, limit_seconds)
+        with self._lock:
+            self._closed = True
+        self._sock.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._sock.close()
+        if self._process is not None:
+            try:
+                self._process.wait(limit_seconds)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._thread is not None:
+            self._thread.join(limit_seconds)
+
+    def _send(self, body: bytes) -> None:
+        with self._lock:
+            try:
+                self._sock.sendall(FRAME.pack(len(body)) + body)
+            except OSError as error:
+                raise self._gone() from error
+
+    def _read_all(self) -> None:
+        with self._sock.makefile("rb") as stream:
+            while len(header := stream.read(FRAME.size)) == FRAME.size:
+                (nbytes,) = FRAME.unpack(header)
+                body = stream.read(nbytes)
+                if len(body) < nbytes:
+                    break
+                reply = _reply_decoder.decode(body)
+                with self._lock:
+                    future = self._futures.pop(reply.id)
+                if reply.error is not None:
+                    future.set_exception(KVFerryError.from_record(reply.error))
+                else:
+                    future.set_result(reply.value)
+        with self._lock:
+            pending, self._futures = list(self._futures.values()), {}
+            closing, self._closed = self._closed, True
+        for future in pending:
+            future.set_exception(LocalError("this endpoint was closed") if closing else self._gone())
+
+    def _gone(self) -> LocalError:
+        status = None if self._process is None else self._process.poll()
+        return LocalError(
+            f"the transfer process of {self._name!r} is gone"
+            + ("" if status is None else f" (status {status})"),
+            now_true="what it held is free; peers find out by their broken connections",
+            next_step="open a new endpoint; look for what killed the process",
+        )
+
+
+def wait_for(future: Future[Any], limit_seconds: float, name: str) -> Any:
+    """The future's value, its error, or DeadlineError when even the node's own clock did not end it."""
+    try:
+        return future.result(limit_seconds + _GRACE_SECONDS)
+    except TimeoutError:
+        raise DeadlineError(
+            f"the transfer process of {name!r} did not answer within {limit_seconds + _GRACE_SECONDS:.3g} s",
+            next_step="it is frozen or starved: look at it, then close this endpoint",
+        ) from None
+
+
+def _spawn(theirs: socket.socket, memory: Memory) -> subprocess.Popen[bytes]:
+    if memory.fd is None:
+        raise LocalError(
+            "a transfer process needs a pool in shared memory",
+            next_step="use Pool.allocate, or process=False",
+        )
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvferry.transfer.process", str(theirs.fileno())],
+        pass_fds=(theirs.fileno(), memory.fd),
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def _run_in_thread(sock: socket.socket, memory: Memory) -> None:
+    asyncio.run(serve(sock, memory))

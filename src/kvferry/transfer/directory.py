@@ -1,0 +1,152 @@
+"""Who this node can talk to: its transports and listeners, and one connection for each peer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvferry.errors import KVFerryError, LocalError, PeerError, TransportError
+from kvferry.protocol.messages import Party, TransferMessage
+from kvferry.protocol.ticket import Ticket
+from kvferry.transfer.calls import Timeouts
+from kvferry.transfer.peer import Peer, greet, welcome
+from kvferry.transport.base import Connection, Guard, Listener, Memory, Transport
+from kvferry.transport.registry import transport_for
+
+__all__ = ["Directory"]
+
+
+class Directory:
+    """Owns every listener, connection and transport of a node."""
+
+    def __init__(
+        self,
+        party: Party,
+        timeouts: Timeouts,
+        memory: Memory,
+        guard: Guard,
+        *,
+        on_message: Callable[[Peer, TransferMessage], None],
+        on_lost: Callable[[Peer, KVFerryError], None],
+    ) -> None:
+        self._party = party
+        self._timeouts = timeouts
+        self._memory = memory
+        self._guard = guard
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._transports: dict[str, Transport] = {}
+        self._listeners: list[Listener] = []
+        self._peers: set[Peer] = set()
+        self._by_address: dict[str, asyncio.Future[Peer]] = {}
+        self._welcomes: set[asyncio.Task[None]] = set()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where peers can connect to, best first."""
+        return tuple(listener.address for listener in self._listeners)
+
+    @property
+    def num_peers(self) -> int:
+        """Connections that have passed their handshake."""
+        return len(self._peers)
+
+    async def listen(self, address: str) -> None:
+        """Accept peers at an address. Raises as ``Transport.listen``."""
+        self._listeners.append(await self._transport(address).listen(address, self._accept))
+
+    async def reach(self, ticket: Ticket, scheme: str) -> Peer:
+        """The issuer of a ticket, by the first of its addresses that has the scheme asked for.
+
+        One connection a pair and address, however many transfers ask. No other address is tried:
+        a fallback that nobody asked for would be measured, and trusted, as something it is not.
+        Raises TransportError, IncompatibleError, PeerError, DeadlineError.
+        """
+        prefix = f"{scheme}://" if scheme else ""
+        fit = [address for address in ticket.addresses if address.startswith(prefix)]
+        if not fit:
+            raise TransportError(
+                f"the ticket's issuer cannot be reached by {scheme or 'any transport'}",
+                next_step=f"it listens at {', '.join(ticket.addresses) or 'no address'}",
+            )
+        peer = await self._connected(fit[0])
+        if peer.party.incarnation != ticket.incarnation:
+            raise PeerError(
+                "the ticket is from an earlier life of its issuer, or another endpoint listens there now",
+                phase="handshake",
+                now_true="nothing moved, nothing is held",
+                next_step="ask the router for a new ticket",
+            )
+        return peer
+
+    async def close(self) -> None:
+        """Release everything; peers get what was queued for them, within the abort timeout."""
+        for listener in self._listeners:
+            await listener.close()
+        for task in list(self._welcomes):
+            task.cancel()
+        await asyncio.gather(*self._welcomes, *self._by_address.values(), return_exceptions=True)
+        for peer in list(self._peers):
+            await peer.close()
+
+    async def _connected(self, address: str) -> Peer:
+        future = self._by_address.get(address)
+        if future is None:
+            future = asyncio.ensure_future(self._connect(address))
+            self._by_address[address] = future
+            future.add_done_callback(lambda done: self._forget_failed(address, done))
+        # Shielded: one caller's timeout must not end the attempt that others wait for.
+        return await asyncio.shield(future)
+
+    def _forget_failed(self, address: str, done: asyncio.Future[Peer]) -> None:
+        if (done.cancelled() or done.exception() is not None) and self._by_address.get(address) is done:
+            del self._by_address[address]
+
+    async def _connect(self, address: str) -> Peer:
+        connection = await self._transport(address).connect(address, self._timeouts.handshake)
+        return self._know(connection, await greet(connection, self._party, self._timeouts))
+
+    def _transport(self, address: str) -> Transport:
+        cls = transport_for(address)
+        if cls.scheme not in self._transports:
+            if (why := cls.unavailable()) is not None:
+                raise TransportError(f"{cls.scheme} does not work here: {why}")
+            self._transports[cls.scheme] = cls(self._memory, self._guard)
+        return self._transports[cls.scheme]
+
+    def _accept(self, connection: Connection) -> None:
+        task = asyncio.ensure_future(self._welcome(connection))
+        self._welcomes.add(task)
+        task.add_done_callback(self._welcomes.discard)
+
+    async def _welcome(self, connection: Connection) -> None:
+        try:
+            party = await welcome(connection, self._party, self._timeouts)
+        except KVFerryError:
+            return  # the peer was told why, or is gone; nothing is held for it
+        except asyncio.CancelledError:
+            connection.abort(LocalError("this endpoint was closed"))
+            raise
+        self._know(connection, party)
+
+    def _know(self, connection: Connection, party: Party) -> Peer:
+        peer = Peer(connection, party, self._timeouts, self._on_message, self._lost)
+        self._peers.add(peer)
+        return peer
+
+    def _lost(self, peer: Peer, error: KVFerryError) -> None:
+        self._peers.discard(peer)
+        for address, future in list(self._by_address.items()):
+            if (
+                future.done()
+                and not future.cancelled()
+                and future.exception() is None
+                and future.result() is peer
+            ):
+                del self._by_address[address]
+        self._on_lost(peer, error)
+
+
+def _result(future: asyncio.Future[Peer]) -> Peer | None:
+    failed = not future.done() or future.cancelled() or future.exception() is not None
+    return None if failed else future.result()

@@ -1,0 +1,141 @@
+"""A session's messages: what it says, built from its state; what it hears, kept in its state.
+
+What a message means is the table's affair (protocol/table.py); this is only its content.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvferry.errors import CapacityError, KVFerryError, LocalError
+from kvferry.protocol import messages as m
+from kvferry.protocol.table import Role
+from kvferry.protocol.ticket import Mode
+from kvferry.transfer.payload import Part
+
+if TYPE_CHECKING:
+    from kvferry.transfer.session import Session
+
+__all__ = ["claim", "commit", "granted", "offered", "take"]
+
+
+def claim(session: Session) -> m.Claim:
+    """Take up the ticket; a push shows its blocks, and its state where that is known."""
+    return m.Claim(
+        session.transfer,
+        ticket=session.ticket,
+        timeout_ms=_ms_until(session.timeout_deadline),
+        tables=m.to_wire(session.tables),
+        state=session.state if session.role is Role.PREFILL else b"",
+        tokens=session.tokens,
+        held_tokens=session.held_tokens,
+    )
+
+
+def offered(session: Session) -> m.Offered:
+    """What is offered and where it lies."""
+    lease_ms = _ms_until(session.lease_deadline)
+    return m.Offered(session.transfer, session.state, m.to_wire(session.tables), session.tokens, lease_ms)
+
+
+def granted(session: Session) -> m.Granted:
+    """Where a push may go."""
+    lease_ms = _ms_until(session.lease_deadline)
+    return m.Granted(
+        session.transfer, m.to_wire(session.tables), session.tokens, session.held_tokens, lease_ms
+    )
+
+
+def commit(session: Session) -> m.Commit:
+    """Prefill vouches for what it exported."""
+    chunk_id, digests = session.payload.digest_table()
+    return m.Commit(
+        session.transfer,
+        session.state if session.mode is Mode.PUSH else b"",
+        chunk_id.astype("<i8").tobytes(),
+        digests.astype("<u8").tobytes(),
+    )
+
+
+def take(session: Session, message: m.TransferMessage) -> None:
+    """Keep what a message says. Raises PeerError when its content makes no sense."""
+    keep = _TAKE.get(type(message))
+    if keep is not None:
+        keep(session, message)
+
+
+def _take_claim(session: Session, message: m.Claim) -> None:
+    session.timeout_deadline = time.monotonic() + message.timeout_ms / 1e3
+    session.peer_tables = m.from_wire(message.tables)
+    if session.mode is Mode.PULL:
+        session.held_tokens = message.held_tokens
+    else:
+        session.state, session.claimed_tokens = message.state, message.tokens
+
+
+def _take_offered(session: Session, message: m.Offered) -> None:
+    session.state, session.tokens = message.state, message.tokens
+    session.peer_tables = m.from_wire(message.tables)
+    session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
+
+
+def _take_granted(session: Session, message: m.Granted) -> None:
+    session.peer_tables = m.from_wire(message.tables)
+    session.held_tokens = message.held_tokens
+    session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
+
+
+def _take_ready(session: Session, message: m.Ready) -> None:
+    layers = range(message.first_layer, message.stop_layer)
+    session.payload.add(Part(layers, message.first_token, min(message.stop_token, session.tokens)))
+
+
+def _take_commit(session: Session, message: m.Commit) -> None:
+    session.commit = message
+    if session.mode is Mode.PUSH:
+        session.state = message.state
+
+
+def _take_busy(session: Session, message: m.Busy) -> None:
+    session.keep_error(
+        CapacityError(
+            f"{session.peer_name} has no room now: {message.reason}",
+            next_step=f"try again in {message.retry_after_ms} ms (the ticket stays good), or elsewhere",
+        )
+    )
+
+
+def _take_error(session: Session, message: m.Abort | m.Mismatch) -> None:
+    error = KVFerryError.from_record(message.error)
+    error.message = f"{session.peer_name} gave up: {error.message}"
+    # The peer's own view of who its peer is, and of what is true there, is not this side's.
+    error.peer = error.phase = error.now_true = ""
+    session.keep_error(error)
+
+
+def _take_release(session: Session, message: m.Release) -> None:
+    session.keep_error(LocalError(f"{session.peer_name} released the request: {message.reason}"))
+
+
+def _take_renew(session: Session, message: m.Renew) -> None:
+    session.extend_lease(message.lease_ms / 1e3)
+
+
+_TAKE: dict[type[m.TransferMessage], Callable[[Session, Any], None]] = {
+    m.Claim: _take_claim,
+    m.Offered: _take_offered,
+    m.Granted: _take_granted,
+    m.Ready: _take_ready,
+    m.Commit: _take_commit,
+    m.Busy: _take_busy,
+    m.Abort: _take_error,
+    m.Mismatch: _take_error,
+    m.Release: _take_release,
+    m.Renew: _take_renew,
+}
+
+
+def _ms_until(deadline: float) -> int:
+    return max(0, int((deadline - time.monotonic()) * 1e3))

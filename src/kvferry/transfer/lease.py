@@ -1,0 +1,138 @@
+"""Grants: which bytes of this side's pool one transfer's peer may touch, now.
+
+Asked from the transports' data threads, changed from the node's loop; one lock. A grant that is
+closed admits nobody new; its blocks are free only when the last copy inside has left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import KVFerryError, PeerError
+from kvferry.transport.base import Arrived, CancelToken, Direction
+
+__all__ = ["Grants"]
+
+
+@dataclass(slots=True, eq=False)
+class _Grant:
+    direction: Direction
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    on_landed: Callable[[Arrived], None]
+    on_empty: Callable[[], None] | None = None
+    users: int = 0
+    closed: bool = False
+    token: CancelToken = field(default_factory=CancelToken)
+
+
+class Grants:
+    """The guard of one node: every descriptor of a peer is checked against a live grant."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._grants: dict[bytes, _Grant] = {}
+
+    def open(
+        self,
+        transfer_id: bytes,
+        direction: Direction,
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        on_landed: Callable[[Arrived], None],
+    ) -> None:
+        """Allow ``direction`` inside these pieces. ``on_landed`` is called from a data thread."""
+        order = np.argsort(offset, kind="stable")
+        start, stop = offset[order], (offset + nbytes)[order]
+        # Pieces that touch become one range: a peer's descriptors need not end where ours do.
+        first = np.ones(len(start), bool)
+        first[1:] = start[1:] > np.maximum.accumulate(stop)[:-1]
+        index = np.flatnonzero(first)
+        ends = np.maximum.reduceat(stop, index) if len(index) else stop
+        with self._lock:
+            assert transfer_id not in self._grants
+            self._grants[transfer_id] = _Grant(direction, start[index], ends, on_landed)
+
+    def close(self, transfer_id: bytes, error: KVFerryError | None = None) -> None:
+        """Admit no new copy; with ``error``, end those that run. Closing twice is fine."""
+        with self._lock:
+            grant = self._grants.get(transfer_id)
+            if grant is None:
+                return
+            grant.closed = True
+            if grant.users == 0:
+                del self._grants[transfer_id]
+        if error is not None:
+            grant.token.cancel(error)
+
+    def when_empty(self, transfer_id: bytes, call: Callable[[], None]) -> bool:
+        """True if no copy touches the memory now; else ``call`` runs, in a data thread, when none does."""
+        with self._lock:
+            grant = self._grants.get(transfer_id)
+            if grant is None or grant.users == 0:
+                return True
+            grant.on_empty = call
+            return False
+
+    @property
+    def num_open(self) -> int:
+        """Grants that are open or still in use."""
+        with self._lock:
+            return len(self._grants)
+
+    def enter(
+        self, transfer_id: bytes, direction: Direction, offset: NDArray[np.int64], nbytes: NDArray[np.int64]
+    ) -> CancelToken:
+        """See ``Guard.enter``: one vectorised check of all descriptors."""
+        with self._lock:
+            grant = self._grants.get(transfer_id)
+            if grant is None or grant.closed:
+                raise _refused("there is no live grant for this transfer")
+            if grant.direction is not direction:
+                raise _refused(f"the grant is to {grant.direction}, not to {direction}")
+            if len(offset):
+                # nbytes < 0 or offset + nbytes past 2^63 must not pass as "small".
+                if int(nbytes.min()) < 0 or int(offset.min()) < 0 or int(offset.max()) > 2**62:
+                    raise _refused("a descriptor is negative or beyond any pool")
+                at = np.searchsorted(grant.start, offset, side="right") - 1
+                inside = (at >= 0) & (nbytes <= grant.stop[at] - offset)
+                if not inside.all():
+                    worst = int(np.flatnonzero(~inside)[0])
+                    raise _refused(
+                        f"descriptor {worst} (offset {int(offset[worst])}, {int(nbytes[worst])} bytes) "
+                        f"lies outside the grant"
+                    )
+            grant.users += 1
+            return grant.token
+
+    def landed(self, transfer_id: bytes, arrived: Arrived) -> None:
+        """See ``Guard.landed``."""
+        with self._lock:
+            grant = self._grants.get(transfer_id)
+        if grant is not None:
+            grant.on_landed(arrived)
+
+    def leave(self, transfer_id: bytes) -> None:
+        """See ``Guard.leave``."""
+        with self._lock:
+            grant = self._grants[transfer_id]
+            grant.users -= 1
+            emptied = grant.users == 0
+            if emptied and grant.closed:
+                del self._grants[transfer_id]
+        if emptied and grant.on_empty is not None:
+            grant.on_empty()
+
+
+def _refused(why: str) -> PeerError:
+    return PeerError(
+        f"refused: {why}",
+        phase="move",
+        now_true="no byte moved for this copy",
+        next_step="claim the transfer with a ticket that is live, and stay inside its blocks",
+    )

@@ -1,0 +1,232 @@
+"""The bytes of one transfer at one side: copies, digests, the grant. Results come back as events.
+
+Parts of one transfer move in order, one at a time, in the node's copy threads; so one large
+transfer does not take all of them. Nothing here decides what happens next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.errors import KVFerryError, LocalError
+from kvferry.layout import CopyPlan, PieceTable, copy_plan, source_pieces
+from kvferry.protocol import messages as m
+from kvferry.protocol.table import Event, Phase, Role
+from kvferry.protocol.ticket import Mode
+from kvferry.transfer.integrity import NO_DIGESTS, DigestTable, digest_pieces
+from kvferry.transport.base import Arrived, CancelToken, Copy, Direction
+
+if TYPE_CHECKING:
+    from kvferry.transfer.session import Session
+
+__all__ = ["Part", "Payload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of the payload one copy moves: these layers (None: all), these tokens."""
+
+    layers: range | None
+    first_token: int
+    stop_token: int
+
+
+class Payload:
+    """Moves the bytes of one session. Everything runs on the loop but the two ``_in_thread``."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._loop = asyncio.get_running_loop()
+        self._parts: deque[Part] = deque()
+        self._cancel = CancelToken()
+        self._when_quiet: Callable[[], None] | None = None
+        self._digests: asyncio.Future[DigestTable] | None = None
+        self.is_copying = False
+        self.arrived: list[Arrived] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that have arrived, here or at the peer that this side writes to."""
+        return sum(part.nbytes for part in self.arrived)
+
+    def pieces(self) -> PieceTable:
+        """This side's pieces of everything that moves, in this side's own order."""
+        session = self._session
+        return source_pieces(
+            session.config.layout, session.tables, session.tokens, first_token=session.held_tokens
+        )
+
+    # Copies.
+
+    def add(self, part: Part) -> None:
+        """This part may move when its turn comes."""
+        self._parts.append(part)
+
+    def copy_next(self) -> None:
+        """Move the next part, unless one is on its way."""
+        session = self._session
+        assert session.peer is not None
+        if self.is_copying or not self._parts:
+            return
+        part = self._parts.popleft()
+        if session.role is Role.PREFILL and not session.peer.connection.can_write:
+            # Decode carries the push out by reading; our word starts it at once.
+            layers = part.layers or range(1 << 20)
+            session.post(
+                m.Ready(session.transfer, layers.start, layers.stop, part.first_token, part.stop_token)
+            )
+            self.copy_next()
+            return
+        self.is_copying = True
+        self._loop.run_in_executor(session.node.copiers, self._copy_in_thread, part).add_done_callback(
+            self._copied
+        )
+
+    def settle(self) -> bool:
+        """Everything was asked for: true if nothing is on its way any more; else COPIED comes later."""
+        return not self.is_copying and not self._parts
+
+    def stop(self, error: KVFerryError) -> None:
+        """End the copy that runs, soon, and forget those that wait."""
+        self._parts.clear()
+        self._cancel.cancel(error)
+
+    def _copy_in_thread(self, part: Part) -> Arrived:
+        session = self._session
+        assert session.peer is not None
+        writes = session.role is Role.PREFILL
+        plan = self._plan(part, writes=writes)
+        deadline = min(session.timeout_deadline, session.lease_deadline)
+        copy = Copy(session.transfer, plan, deadline, session.config.integrity, self._cancel)
+        self._cancel.raise_if_cancelled()
+        connection = session.peer.connection
+        return connection.write(copy) if writes else connection.read(copy)
+
+    def _plan(self, part: Part, *, writes: bool) -> CopyPlan:
+        session = self._session
+        assert session.peer is not None
+        ours = (session.config.layout, session.tables)
+        theirs = (session.peer.party.layout, session.peer_tables)
+        (src, src_tables), (dst, dst_tables) = (ours, theirs) if writes else (theirs, ours)
+        return copy_plan(
+            src,
+            dst,
+            src_tables,
+            dst_tables,
+            part.stop_token,
+            first_token=max(part.first_token, session.held_tokens),
+            layers=part.layers,
+        )
+
+    def _copied(self, done: asyncio.Future[Arrived]) -> None:
+        session = self._session
+        self.is_copying = False
+        error = done.exception()
+        if error is not None:
+            self._parts.clear()
+            session.fail(_known(error, "a copy"), Event.COPY_FAILED)
+        else:
+            self.arrived.append(done.result())
+            session.clock.copy_seconds += done.result().seconds
+            if self._parts:
+                self.copy_next()
+            else:
+                session.feed(Event.COPIED)
+        self._quiet_again()
+
+    # What the peer does in this side's memory.
+
+    def open_grant(self) -> None:
+        """Let the peer read or write this transfer's bytes, if it is the peer that starts the copies."""
+        session = self._session
+        assert session.peer is not None
+        writes = session.mode is Mode.PUSH and session.peer.connection.can_write
+        if writes is (session.role is Role.PREFILL):
+            return
+        pieces = self.pieces()
+        session.node.grants.open(
+            session.transfer,
+            Direction.WRITE if writes else Direction.READ,
+            pieces.offset,
+            pieces.nbytes,
+            self._landed_in_thread,
+        )
+
+    def close_grant(self, error: KVFerryError | None) -> None:
+        """Admit no new copy by the peer; with ``error``, end those that run."""
+        self._session.node.grants.close(self._session.transfer, error)
+
+    def _landed_in_thread(self, arrived: Arrived) -> None:
+        self._loop.call_soon_threadsafe(self._landed, arrived)
+
+    def _landed(self, arrived: Arrived) -> None:
+        self.arrived.append(arrived)
+        if self._session.machine.phase is Phase.MOVING:
+            self._session.feed(Event.LANDED)
+
+    # Digests of this side's blocks, as they were exported.
+
+    def begin_digests(self) -> None:
+        """Take them in a thread, from now on."""
+        if self._digests is None and self._session.config.integrity:
+            self._digests = asyncio.ensure_future(
+                self._loop.run_in_executor(self._session.node.copiers, self._digest_in_thread)
+            )
+            self._digests.add_done_callback(lambda _: self._quiet_again())
+
+    def vouch(self) -> bool:
+        """True if the digests are there (or none are wanted); else VOUCHED comes when they are."""
+        if not self._session.config.integrity:
+            return True
+        self.begin_digests()
+        assert self._digests is not None
+        self._digests.add_done_callback(self._vouched)
+        return False
+
+    def digest_table(self) -> DigestTable:
+        """The digests; after VOUCHED."""
+        return NO_DIGESTS if self._digests is None else self._digests.result()
+
+    def _digest_in_thread(self) -> DigestTable:
+        return digest_pieces(self._session.node.memory.array, self.pieces())
+
+    def _vouched(self, digests: asyncio.Future[DigestTable]) -> None:
+        session = self._session
+        if session.machine.phase is not Phase.VOUCHING:
+            return
+        error = digests.exception()
+        if error is None:
+            session.feed(Event.VOUCHED)
+        else:
+            session.fail(_known(error, "taking digests"))
+
+    # The end.
+
+    def when_quiet(self, call: Callable[[], None]) -> bool:
+        """True if nothing touches this side's memory; else ``call`` runs, on the loop, once that is so."""
+        digesting = self._digests is not None and not self._digests.done()
+        if self.is_copying or digesting:
+            self._when_quiet = call
+            return False
+
+        def in_thread() -> None:
+            self._loop.call_soon_threadsafe(call)
+
+        return self._session.node.grants.when_empty(self._session.transfer, in_thread)
+
+    def _quiet_again(self) -> None:
+        if self._when_quiet is not None:
+            call, self._when_quiet = self._when_quiet, None
+            call()
+
+
+def _known(error: BaseException, what: str) -> KVFerryError:
+    if isinstance(error, KVFerryError):
+        return error
+    unforeseen = LocalError(f"{what} failed in a way that kvferry did not foresee: {error!r}")
+    unforeseen.__cause__ = error
+    return unforeseen

@@ -1,0 +1,200 @@
+"""One peer: the handshake, then messages both ways and a heartbeat, until it closes or is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from kvferry.errors import DeadlineError, IncompatibleError, KVFerryError, PeerError, TransportError
+from kvferry.protocol.compat import hello_reasons, pair_reasons
+from kvferry.protocol.messages import (
+    MAGIC,
+    VERSION,
+    Accept,
+    Heartbeat,
+    Hello,
+    Message,
+    Party,
+    Refuse,
+    TransferMessage,
+    decode,
+    encode,
+)
+from kvferry.transfer.calls import Timeouts
+from kvferry.transport.base import Connection
+
+__all__ = ["Peer", "greet", "welcome"]
+
+
+async def greet(connection: Connection, local: Party, timeouts: Timeouts) -> Party:
+    """The connecting side's handshake; returns who the peer says it is.
+
+    Raises IncompatibleError (either side's reasons), PeerError, DeadlineError, TransportError;
+    the connection is closed after any of them.
+    """
+    hello = Hello(MAGIC, VERSION[0], VERSION[1], local)
+    await connection.send(encode(hello))
+    answer = await _first_message(connection, timeouts)
+    if isinstance(answer, Refuse):
+        connection.abort(error := _unfit(answer.reasons, connection, "the peer refuses"))
+        raise error
+    if not isinstance(answer, Accept):
+        raise _not_a_handshake(connection, answer)
+    if reasons := pair_reasons(local, answer.party):
+        connection.abort(error := _unfit(reasons, connection, "this side refuses"))
+        raise error
+    return answer.party
+
+
+async def welcome(connection: Connection, local: Party, timeouts: Timeouts) -> Party:
+    """The listening side's handshake; the same errors as ``greet``."""
+    hello = await _first_message(connection, timeouts)
+    if not isinstance(hello, Hello):
+        raise _not_a_handshake(connection, hello)
+    if reasons := hello_reasons(hello, local):
+        await connection.send(encode(Refuse(reasons)))
+        await connection.close()
+        raise _unfit(reasons, connection, "this side refuses")
+    await connection.send(encode(Accept(local)))
+    return hello.party
+
+
+async def _first_message(connection: Connection, timeouts: Timeouts) -> Message:
+    try:
+        async with asyncio.timeout(timeouts.handshake):
+            return decode(await connection.receive())
+    except TimeoutError:
+        error: KVFerryError = DeadlineError(
+            f"no handshake within {timeouts.handshake} s",
+            phase="handshake",
+            peer=connection.peer_address,
+            now_true="nothing is held on either side",
+            next_step="is a kvferry endpoint listening at this address, and is its process running?",
+        )
+    except KVFerryError as failure:
+        error = failure.with_context(phase="handshake", peer=connection.peer_address)
+    connection.abort(error)
+    raise error
+
+
+def _unfit(reasons: tuple[str, ...], connection: Connection, who: str) -> IncompatibleError:
+    return IncompatibleError(
+        f"{who}: {'; '.join(reasons)}",
+        phase="handshake",
+        peer=connection.peer_address,
+        now_true="nothing moved, nothing is held",
+        next_step="start both workers with the same model, and layouts that fit",
+    )
+
+
+def _not_a_handshake(connection: Connection, message: Message) -> PeerError:
+    error = PeerError(
+        f"{type(message).__name__} came instead of a handshake",
+        phase="handshake",
+        peer=connection.peer_address,
+        now_true="nothing is held on either side",
+    )
+    connection.abort(error)
+    return error
+
+
+class Peer:
+    """A connection after its handshake. Lives on the node's loop.
+
+    ``on_message`` gets every message of a transfer; ``on_lost`` is called once, with the reason,
+    when the connection is gone, whoever ended it.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        party: Party,
+        timeouts: Timeouts,
+        on_message: Callable[[Peer, TransferMessage], None],
+        on_lost: Callable[[Peer, KVFerryError], None],
+    ) -> None:
+        self.connection = connection
+        self.party = party
+        self.name = f"{party.name} at {connection.peer_address}"
+        self._timeouts = timeouts
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._outbox: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+        self._lost = False
+        self._heard = asyncio.get_running_loop().time()
+        self._tasks = [
+            asyncio.ensure_future(task) for task in (self._read_all(), self._write_all(), self._watch())
+        ]
+
+    def post(self, message: Message) -> None:
+        """Send in order, without waiting. A peer that takes nothing in is found by its silence."""
+        self._outbox.append(encode(message))
+        self._wake.set()
+
+    def lose(self, error: KVFerryError) -> None:
+        """Break the connection now and say so, once."""
+        if self._lost:
+            return
+        self._lost = True
+        self.connection.abort(error)
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._on_lost(self, error)
+
+    async def close(self) -> None:
+        """Send what is queued, within the abort timeout, then end the connection."""
+        if not self._lost:
+            try:
+                async with asyncio.timeout(self._timeouts.abort):
+                    while self._outbox:
+                        await self.connection.send(self._outbox.popleft())
+                    await self.connection.close()
+            except (TimeoutError, KVFerryError):
+                # Whatever could not be flushed is the peer's to find by a broken connection.
+                self.connection.abort(TransportError("closing"))
+            self.lose(TransportError("this side closed the connection", peer=self.name))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _read_all(self) -> None:
+        try:
+            while True:
+                message = decode(await self.connection.receive())
+                self._heard = asyncio.get_running_loop().time()
+                if isinstance(message, Hello | Accept | Refuse):
+                    raise PeerError(f"{type(message).__name__} after the handshake")
+                if not isinstance(message, Heartbeat):
+                    self._on_message(self, message)
+        except KVFerryError as error:
+            self.lose(error.with_context(peer=self.name))
+
+    async def _write_all(self) -> None:
+        try:
+            while True:
+                while self._outbox:
+                    await self.connection.send(self._outbox.popleft())
+                self._wake.clear()
+                try:
+                    async with asyncio.timeout(self._timeouts.heartbeat):
+                        await self._wake.wait()
+                except TimeoutError:
+                    self._outbox.append(encode(Heartbeat()))
+        except KVFerryError as error:
+            self.lose(error.with_context(peer=self.name))
+
+    async def _watch(self) -> None:
+        """Silence for ``lost`` seconds is loss; the handshake saw to it that a beat fits in twice."""
+        limit = self._timeouts.lost
+        loop = asyncio.get_running_loop()
+        while (quiet := loop.time() - self._heard) < limit:
+            await asyncio.sleep(limit - quiet)
+        self.lose(
+            DeadlineError(
+                f"the peer said nothing for {limit:.3g} s (it promised a heartbeat each "
+                f"{self.party.heartbeat_ms} ms): frozen, or the network between us is",
+                peer=self.name,
+                next_step="look at the peer's process; the request can be retried on another worker",
+            )
+        )

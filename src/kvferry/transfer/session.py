@@ -1,0 +1,242 @@
+"""One transfer at one side: events in, the table's actions done, each wait with its end.
+
+Lives on the node's loop and never waits itself: copies and digests run in threads and come back
+as events, sends are queued, and FREE goes on when the last copy has left the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.errors import DeadlineError, KVFerryError, LocalError, PeerError
+from kvferry.layout import BlockTable
+from kvferry.protocol import messages as m
+from kvferry.protocol.machine import Machine
+from kvferry.protocol.table import START_PHASE, TRUTH, WAITS, Action, Event, Phase, Role, Wait
+from kvferry.protocol.ticket import Mode
+from kvferry.transfer.actions import ACTIONS
+from kvferry.transfer.calls import Arrival, NodeConfig, Outcome
+from kvferry.transfer.exchange import take
+from kvferry.transfer.payload import Part, Payload
+from kvferry.transfer.trace import PhaseClock, TransferRecord
+
+if TYPE_CHECKING:
+    from kvferry.transfer.node import Node
+    from kvferry.transfer.peer import Peer
+
+__all__ = ["Session"]
+
+# Out of these phases decode's peer cannot take anything back: its word changes nothing here.
+_SAFE_AT_DECODE = frozenset({Phase.COMMITTED, Phase.ALONE, Phase.STARTING})
+
+
+@dataclass(eq=False)
+class Session:
+    """State of one transfer. ``tables`` are this side's blocks, ``peer_tables`` the other's.
+
+    Futures: ``published`` resolves at decode when the state is visible (or with the error);
+    ``ended`` resolves when this side's blocks are its engine's again; ``answered`` when a claim of
+    this side is no longer waiting for its answer, whatever came of it.
+    """
+
+    node: Node
+    role: Role
+    mode: Mode
+    transfer: bytes
+    request_id: str
+    tokens: int
+    tables: tuple[BlockTable, ...]
+    lease_deadline: float
+    timeout_deadline: float
+    ticket: bytes = b""
+    state: bytes = b""
+    held_tokens: int = 0
+    claimed_tokens: int = 0
+    peer: Peer | None = None
+    handshake_seconds: float = 0.0
+    peer_tables: tuple[BlockTable, ...] = ()
+    commit: m.Commit | None = None
+    error: KVFerryError | None = None
+
+    def __post_init__(self) -> None:
+        self.config: NodeConfig = self.node.config
+        self.machine = Machine(self.role, self.mode)
+        self.clock = PhaseClock(self.machine.phase, self.handshake_seconds)
+        self.payload: Payload = Payload(self)
+        self._loop = asyncio.get_running_loop()
+        self.published: asyncio.Future[Arrival] = self._loop.create_future()
+        self.ended: asyncio.Future[Outcome] = self._loop.create_future()
+        self.answered: asyncio.Future[None] = self._loop.create_future()
+        for future in (self.published, self.ended):
+            future.add_done_callback(_retrieve)  # nobody need ask for each
+        self._born = time.monotonic()
+        self._events: deque[Event] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._failing_phase = self.machine.phase
+        self.set_timer()
+
+    # Events.
+
+    def start(self) -> None:
+        """Send the claim; only for the side that claims."""
+        ACTIONS[Action.SEND_CLAIM](self)
+
+    def message(self, event: Event, message: m.TransferMessage) -> None:
+        """A message came from this transfer's peer; one that the table refuses ends the transfer."""
+        try:
+            self.machine.expect(event)
+            take(self, message)
+        except PeerError as error:
+            self.fail(error)
+            return
+        self.feed(event)
+
+    def local(self, event: Event) -> None:
+        """A call of this side's engine; raises LocalError, or the error that ended the transfer."""
+        if self.machine.phase in (Phase.FAILED, Phase.ABORTING):
+            raise self.final_error()
+        self.feed(event)
+
+    def fail(self, error: KVFerryError, event: Event = Event.CANCEL) -> None:
+        """Something ended the transfer; the first error is the one that is told."""
+        if not self.machine.is_final:
+            self.keep_error(error)
+        self.feed(event)
+
+    def feed(self, event: Event) -> None:
+        """Move on ``event`` and do what the table says; raises as ``Machine.handle`` does."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return  # caused by the event that is being handled: it comes after that one's actions
+        try:
+            while self._events:
+                self._step(self._events[0])
+                self._events.popleft()
+        except BaseException:
+            self._events.clear()
+            raise
+
+    def then(self, event: Event) -> None:
+        """An action's own result, handled after the actions that stand beside it."""
+        self._events.append(event)
+
+    def _step(self, event: Event) -> None:
+        before = self.machine.phase
+        row = self.machine.handle(event)
+        if self.machine.phase is not before:
+            self.clock.enter(self.machine.phase)
+            self.set_timer()
+            if not self.answered.done():
+                self.answered.set_result(None)
+        self._perform(list(row.actions))
+
+    def _perform(self, actions: list[Action]) -> None:
+        while actions:
+            if actions[0] is Action.FREE and not self.payload.when_quiet(lambda: self._perform(actions)):
+                return  # goes on, from FREE, when nothing touches the memory any more
+            ACTIONS[actions.pop(0)](self)
+
+    def push_part(self, part: Part) -> None:
+        """Prefill: this part is final; move it."""
+        self.payload.add(part)
+        self.local(Event.LAYERS)
+
+    # Time.
+
+    def renew(self, lease_seconds: float) -> None:
+        """Hold on for ``lease_seconds`` from now; a claiming side asks its peer too."""
+        self.extend_lease(lease_seconds)
+        self.set_timer()
+        if START_PHASE[self.role, self.mode] is Phase.CLAIMING:
+            self.post(m.Renew(self.transfer, int(lease_seconds * 1e3)))
+
+    def extend_lease(self, lease_seconds: float) -> None:
+        """Never shorter than it was, never beyond the node's limit."""
+        limit = self._born + self.config.max_lease_seconds
+        self.lease_deadline = max(self.lease_deadline, min(time.monotonic() + lease_seconds, limit))
+
+    def set_timer(self) -> None:
+        """One timer, for the clock that ends this phase."""
+        if self._timer is not None:
+            self._timer.cancel()
+        wait = WAITS.get(self.machine.phase)
+        if wait is None:
+            self._timer = None
+            return
+        timeouts, now = self.config.timeouts, time.monotonic()
+        event, at = Event.LEASE_END, self.lease_deadline
+        if wait is Wait.ABORT:
+            event, at = Event.DEADLINE, now + timeouts.abort
+        elif wait is Wait.TIMEOUT:
+            limit = now + timeouts.start if self.machine.phase is Phase.STARTING else self.timeout_deadline
+            if limit <= at:
+                event, at = Event.DEADLINE, limit
+        self._timer = self._loop.call_later(max(0.0, at - now), self._time_out, event)
+
+    def _time_out(self, event: Event) -> None:
+        what = "lease" if event is Event.LEASE_END else "timeout"
+        self.fail(
+            DeadlineError(
+                f"the {what} ended while {self.machine.phase}",
+                next_step="give it longer, renew the lease, or see what the peer was doing then",
+            ),
+            event,
+        )
+
+    # Words.
+
+    def post(self, message: m.Message) -> None:
+        """Send, in order, without waiting."""
+        if self.peer is not None:
+            self.peer.post(message)
+
+    @property
+    def peer_name(self) -> str:
+        return "" if self.peer is None else self.peer.name
+
+    def keep_error(self, error: KVFerryError) -> None:
+        """The first error, and the phase it came in; unless everything is decode's already."""
+        if self.role is Role.DECODE and self.machine.phase in _SAFE_AT_DECODE:
+            self._failing_phase = self.machine.phase
+            self.error = error  # told only if decode gives up what it has
+        elif self.error is None:
+            self.error, self._failing_phase = error, self.machine.phase
+
+    def final_error(self) -> KVFerryError:
+        """What ended the transfer, with all that is known about it here."""
+        error = self.error or LocalError("the transfer was ended here")
+        return error.with_context(
+            request_id=self.request_id,
+            phase=self._failing_phase.value,
+            peer=self.peer_name,
+            bytes_done=self.payload.nbytes,
+            now_true=TRUTH.get((self.role, self._failing_phase), ""),
+        )
+
+    def record(self) -> TransferRecord:
+        """What moved until now."""
+        connection = None if self.peer is None else self.peer.connection
+        arrived = self.payload.arrived
+        return TransferRecord(
+            request_id=self.request_id,
+            role=self.role,
+            mode=self.mode,
+            peer=self.peer_name,
+            transport="" if connection is None else connection.scheme,
+            path="" if connection is None else connection.path,
+            nbytes=self.payload.nbytes,
+            descriptors=sum(part.descriptors for part in arrived),
+            chunks=sum(len(part.chunk_id) for part in arrived),
+            state_nbytes=len(self.state),
+            integrity=self.config.integrity,
+            timings=self.clock.timings(),
+        )
+
+
+def _retrieve(future: asyncio.Future[Arrival] | asyncio.Future[Outcome]) -> None:
+    if not future.cancelled():
+        future.exception()
