@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from kvferry.errors import ErrorRecord, InputError, PeerError
+from kvferry.errors import ErrorRecord, InputError, KVFerryError, PeerError
 from kvferry.layout import BlockTable, PoolLayout
 from kvferry.state import Fingerprint
 
@@ -288,7 +288,14 @@ def decode(frame: bytes) -> Message:
     """
     try:
         return _decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+    except (
+        msgspec.MsgspecError,
+        KVFerryError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise PeerError(
             f"a frame that is not a message of this protocol: {error}",
             phase="decode",
