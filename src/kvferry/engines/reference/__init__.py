@@ -1,0 +1,19 @@
+"""The reference engine: small, exact, in NumPy. It is the oracle of every claim about a handoff."""
+
+from kvferry.engines.reference.engine import ReferenceEngine
+from kvferry.engines.reference.request import FinishReason, Request, StepOutput
+from kvferry.engines.reference.tokenizer import Tokenizer, chat_prompt
+from kvferry.engines.reference.weights import Model, ModelConfig, load_smollm2, tiny_model
+
+__all__ = [
+    "FinishReason",
+    "Model",
+    "ModelConfig",
+    "ReferenceEngine",
+    "Request",
+    "StepOutput",
+    "Tokenizer",
+    "chat_prompt",
+    "load_smollm2",
+    "tiny_model",
+]

@@ -1,0 +1,236 @@
+"""The reference engine: requests over one model and one paged pool.
+
+Phases of a request: ``submit``, then ``prefill`` until it says that the prompt is in, then
+``step`` until it is finished, then ``release``. Between any two calls it can be exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.engines.base import BlockTables, EngineAdapter
+from kvferry.engines.reference import handoff
+from kvferry.engines.reference.forward import Decoder, Span
+from kvferry.engines.reference.pool import PagedPool
+from kvferry.engines.reference.request import Request, StepOutput, resolve_limits, resolve_sampling
+from kvferry.engines.reference.sampler import Sampler
+from kvferry.engines.reference.text import OutputText
+from kvferry.engines.reference.weights import Model
+from kvferry.errors import InputError, LocalError
+from kvferry.layout import BlockTable, PoolLayout, Role
+from kvferry.state import (
+    Exactness,
+    ExecutionState,
+    Limits,
+    Requirements,
+    SamplingParameters,
+    verify_finite,
+    verify_import,
+    verify_replay,
+)
+
+__all__ = ["ReferenceEngine"]
+
+
+class ReferenceEngine(EngineAdapter):
+    """NumPy, one process, exact: a request's logits depend on its own ids alone, bit by bit.
+
+    Neither other requests, block size, axis order nor placement change them; the size of prefill
+    chunks may. Storage in float16 or bfloat16 rounds K and V before anything reads them.
+
+    Args:
+        model: weights, configuration and tokenizer.
+        layout: see ``PagedPool``; layers, KV heads and head size have to be the model's.
+        memory: uint8, flat, at least ``layout.nbytes``; allocated here when None.
+        chunk_tokens: prompt tokens of one ``prefill`` call.
+
+    Raises LocalError for a layout that does not hold the model's KV.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layout: PoolLayout,
+        memory: NDArray[np.uint8] | None = None,
+        *,
+        chunk_tokens: int = 256,
+    ) -> None:
+        _check_layout(model, layout)
+        if chunk_tokens < 1:
+            raise InputError(f"chunk_tokens: {chunk_tokens} is less than 1")
+        self.model = model
+        self.pool = PagedPool(layout, np.zeros(layout.nbytes, np.uint8) if memory is None else memory)
+        self._decoder = Decoder(model, self.pool)
+        self._chunk_tokens = chunk_tokens
+        self._requests: dict[str, Request] = {}
+        self._requirements: Requirements | None = None
+
+    @property
+    def layout(self) -> PoolLayout:
+        """Where the KV lies in ``memory``."""
+        return self.pool.layout
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The pool itself."""
+        return self.pool.memory
+
+    def submit(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParameters, limits: Limits
+    ) -> Request:
+        """Take a request and blocks for its prompt; a seed that is needed and not given is drawn here, once.
+
+        Raises InputError naming the field, or CapacityError; then nothing is held.
+        """
+        config = self.model.config
+        if request_id in self._requests:
+            raise InputError(f"request_id: {request_id!r} is in use")
+        if not 0 < len(prompt_ids) < config.max_context:
+            raise InputError(f"prompt: {len(prompt_ids)} tokens, not from 1 to {config.max_context - 1}")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= config.vocab_size:
+            raise InputError(
+                f"prompt: ids from {min(prompt_ids)} to {max(prompt_ids)}, not within the vocabulary"
+            )
+        sampling = resolve_sampling(sampling, config.vocab_size)
+        limits = resolve_limits(limits, self.model.tokenizer.stop_token_ids)
+        prompt = np.array(prompt_ids, np.int32)
+        request = Request(
+            request_id=request_id,
+            ids=prompt.tolist(),
+            prompt_tokens=len(prompt),
+            limits=limits,
+            limits_from=0,
+            sampler=Sampler(sampling, config.vocab_size, prompt, prompt[:0]),
+            text=OutputText(self.model.tokenizer, limits.stop_strings),
+            blocks=self.pool.allocate(self.pool.blocks_for(len(prompt))),
+        )
+        self._requests[request_id] = request
+        return request
+
+    def prefill(self, request_id: str, on_layer: Callable[[int], None] | None = None) -> bool:
+        """Compute one chunk of the prompt. True when the whole prompt is in and ``step`` may follow.
+
+        ``on_layer(layer)`` is called as soon as the chunk's K and V of that layer are in the pool.
+        When it raises, the chunk counts as not computed, and the next call does it again.
+        """
+        request = self.request(request_id)
+        if request.is_prefilled:
+            raise LocalError("the prompt is in already", request_id=request_id)
+        start, stop = request.kv_tokens, min(request.kv_tokens + self._chunk_tokens, request.prompt_tokens)
+        ids = np.array(request.ids[start:stop], np.int32)
+        rows = self._decoder.prefill(Span(ids, start, request.table), on_layer)
+        request.kv_tokens = stop
+        if stop == request.prompt_tokens:
+            request.last_logits = self._decoder.logits(rows[-1])
+        return request.is_prefilled
+
+    def step(self, request_ids: Sequence[str] | None = None) -> list[StepOutput]:
+        """One new token for each request, in order; without ids, for all that are prefilled and not finished.
+
+        Raises LocalError for a request that is not in that phase, CapacityError where the pool has
+        not the blocks that the step needs; then nothing has changed.
+        """
+        if request_ids is None:
+            requests = [r for r in self._requests.values() if r.is_prefilled and r.finish is None]
+        else:
+            requests = [self._running(request_id) for request_id in dict.fromkeys(request_ids)]
+        self._run_pending([request for request in requests if request.pending is not None])
+        return [request.advance(self.model.config.max_context) for request in requests]
+
+    def request(self, request_id: str) -> Request:
+        """The request of that id. Raises LocalError when there is none."""
+        if request_id not in self._requests:
+            raise LocalError("no such request here", request_id=request_id)
+        return self._requests[request_id]
+
+    def requirements(self) -> Requirements:
+        """What this engine needs to start a request; the first call runs the numerics probe."""
+        if self._requirements is None:
+            self._requirements = handoff.requirements(self.model, self.pool)
+        return self._requirements
+
+    def allocate(self, tokens: int) -> BlockTables:
+        """Blocks for ``tokens`` tokens, the caller's until imported or freed. Raises CapacityError."""
+        return (BlockTable(0, np.array(self.pool.allocate(self.pool.blocks_for(tokens)), np.int32)),)
+
+    def free(self, tables: BlockTables) -> None:
+        """Give back what ``allocate`` gave, and no request has taken over."""
+        (table,) = tables
+        self._check_callers(table)
+        self.pool.free(table.ids)
+
+    def tables(self, request_id: str) -> BlockTables:
+        """The blocks that hold the request's KV now."""
+        return (self.request(request_id).table,)
+
+    def export_state(self, request_id: str, exactness: Exactness) -> ExecutionState:
+        """Everything besides the KV bytes, as of now; the request may go on here."""
+        return handoff.export_state(
+            self._running(request_id), self.pool, self.requirements().fingerprint, exactness
+        )
+
+    def import_state(self, state: ExecutionState, tables: BlockTables) -> str:
+        """Make a request of a state whose KV lies in ``tables``; see ``EngineAdapter``."""
+        (table,) = tables
+        if state.request_id in self._requests:
+            raise LocalError("the request is here already", request_id=state.request_id)
+        self._check_callers(table)
+        request = handoff.rebuild(state, table, self.model)
+        verify_finite(state, {})
+        verify_import(state, self.requirements(), handoff.report_of(request, state, self.pool))
+        verify_replay(state, handoff.replay_of(request))
+        self._requests[request.request_id] = request
+        return request.request_id
+
+    def release(self, request_id: str) -> None:
+        """Forget a request and free its blocks."""
+        self.pool.free(self.request(request_id).blocks)
+        del self._requests[request_id]
+
+    def _check_callers(self, table: BlockTable) -> None:
+        """Raise LocalError unless ``allocate`` gave these blocks, and no request has taken them over."""
+        ids = table.ids.tolist()
+        of_requests = {block for request in self._requests.values() for block in request.blocks}
+        if len(set(ids)) != len(ids) or not self.pool.is_held(ids) or of_requests.intersection(ids):
+            raise LocalError(
+                "the block table is not one that allocate gave and that is still the caller's",
+                now_true="no block has changed hands",
+            )
+
+    def _running(self, request_id: str) -> Request:
+        request = self.request(request_id)
+        if not request.is_prefilled or request.finish is not None:
+            phase = "still prefilling" if not request.is_prefilled else f"finished ({request.finish})"
+            raise LocalError(f"the request is {phase}", request_id=request_id)
+        return request
+
+    def _run_pending(self, requests: list[Request]) -> None:
+        """Compute KV and logits of each request's pending token."""
+        if not requests:
+            return
+        wanted = [self.pool.blocks_for(r.kv_tokens + 1) - len(r.blocks) for r in requests]
+        fresh = self.pool.allocate(sum(max(0, count) for count in wanted))
+        for request, count in zip(requests, wanted, strict=True):
+            request.blocks += [fresh.pop() for _ in range(count)]
+        spans = [Span(np.array([r.pending], np.int32), r.kv_tokens, r.table) for r in requests]
+        for request, row in zip(requests, self._decoder.decode(spans), strict=True):
+            request.kv_tokens += 1
+            request.pending, request.last_logits = None, self._decoder.logits(row)
+
+
+def _check_layout(model: Model, layout: PoolLayout) -> None:
+    config = model.config
+    found = sorted((t.layer, t.role, t.heads, t.head_dim) for group in layout.groups for t in group.tensors)
+    wanted = sorted(
+        (layer, role, config.kv_heads, config.head_dim)
+        for layer in range(config.layers)
+        for role in (Role.KEY, Role.VALUE)
+    )
+    if found != wanted:
+        raise LocalError(
+            f"the layout is not that of {model.name}: {config.layers} layers, each with key and value of"
+            f" {config.kv_heads} heads of {config.head_dim}"
+        )
