@@ -26,6 +26,9 @@ TORCH_MT19937_NBYTES = 5056
 def check_request(case: Case) -> Iterator[Refusal]:
     """Check 8: next token, sampling, random state, drafts, grammar, adapters, inputs, limits."""
     state, local, expect = case.state, case.local, case.expect
+    for part in expect.parts:
+        if getattr(state, part, None) in (None, ()):
+            yield Refusal(part, "missing", "there: the request asks for it")
     yield from _next_token(state, local)
     yield from _sampling(state.sampling, local.fingerprint.vocab_size)
     yield from _rng(state, local)

@@ -100,6 +100,10 @@ def _parse(body: memoryview, major: int) -> ExecutionState:
         state = _decoder.decode(body)
     except _PARSE_ERRORS as error:
         _refuse(PeerError, f"the body breaks the schema: {error}", error)
+    # Defaults are for whoever makes a record; on the wire a field left out (or written twice, or an
+    # int for a float) is refused, or a lost top_p would silently become 1.
+    if _encoder.encode(state) != body:
+        _refuse(PeerError, "the body is not canonical: a field is left out, comes twice or in another form")
     if state.version.major != major:
         _refuse(PeerError, f"the header says version {major}, the body {state.version.major}")
     return state

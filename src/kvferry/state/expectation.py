@@ -27,7 +27,8 @@ class Expectation(Record, frozen=True, kw_only=True):
     announced for this request. ``lease_seconds_left`` was counted by this side's clock since the
     state arrived, ``estimated_seconds`` is the planned time of the rest: move and load.
     ``known_multimodal`` and ``compiled_grammars`` (digests) are what this side has ready for the
-    request. ``bytes_moved``: KV bytes that have arrived already (a push layer by layer).
+    request. ``parts``: optional fields of the record that the request is known to need here (a
+    grammar, log-probabilities), so that a peer which forgot one is found out. ``bytes_moved``: KV bytes that have arrived already (a push layer by layer).
     """
 
     request_id: Name
@@ -39,4 +40,5 @@ class Expectation(Record, frozen=True, kw_only=True):
     estimated_seconds: float
     known_multimodal: tuple[Name, ...] = ()
     compiled_grammars: tuple[Digest, ...] = ()
+    parts: tuple[Name, ...] = ()
     bytes_moved: Count = 0
