@@ -218,6 +218,7 @@ class Stats(_Value, frozen=True):
     grants: int
     peers: int
     copies: int
+    digesting: int
     threads: int
     fds: int
 

@@ -40,10 +40,8 @@ def before_move(session: Session, requirements: Requirements | None, known: bool
     A push may show its state only at commit; then only the room is checked here. Without an
     engine (a probe) there is no state to check. Raises what the failed check says.
     """
-    layout = session.node.config.layout
-    if len(session.tables) != len(layout.groups):
-        raise PeerError(f"{len(session.tables)} block tables for {len(layout.groups)} layer groups")
-    if session.mode is Mode.PUSH and not session.state:
+    _agree_on_tokens(session)
+    if session.mode is Mode.PUSH and not session.state and session.commit is None:
         return newest_attempt
     if requirements is None:
         if session.state:
@@ -90,6 +88,16 @@ def before_visible(
         lease_seconds_left=session.lease_deadline - time.monotonic(),
     )
     check_after_move(state, requirements, arrival)
+
+
+def _agree_on_tokens(session: Session) -> None:
+    """A pull moves what its ticket said; a push at most what was reserved, and then exactly that."""
+    announced, here = session.peer_tokens, session.tokens
+    if session.mode is Mode.PULL and announced != here:
+        raise PeerError(f"tokens: the ticket says {here}, the offer {announced}")
+    if announced > here:
+        raise PeerError(f"tokens: {announced} are pushed, {here} were reserved")
+    session.tokens = announced
 
 
 def _expectation(session: Session, known: bool, newest_attempt: int) -> Expectation:

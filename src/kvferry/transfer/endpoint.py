@@ -34,6 +34,8 @@ __all__ = ["Endpoint", "Move", "Push"]
 
 Tables = BlockTable | Sequence[BlockTable]
 _CALL_SECONDS = 10.0
+_MAX_REQUEST_ID = 256
+_MAX_SECONDS = 7 * 24 * 3600
 
 
 class Move:
@@ -215,8 +217,8 @@ class Endpoint:
             request_id=_given(request_id, state and state.request_id, "request_id"),
             state=encoded,
             tokens=_given(tokens, state and state.kv_tokens, "tokens"),
-            tables=_wire(tables),
-            lease_seconds=lease_seconds,
+            tables=self._wire(tables),
+            lease_seconds=_positive("lease_seconds", lease_seconds),
         )
         return bytes(held.ticket)
 
@@ -242,9 +244,9 @@ class Endpoint:
             c.PushCall,
             timeout_seconds,
             ticket=bytes(ticket),
-            tables=_wire(tables),
+            tables=self._wire(tables),
             tokens=covered,
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=_positive("timeout_seconds", timeout_seconds),
             state=encoded,
             transport=transport,
         )
@@ -259,8 +261,8 @@ class Endpoint:
         arrival = self._client.submit(
             c.PullCall,
             ticket=bytes(ticket),
-            tables=_wire(tables),
-            timeout_seconds=timeout_seconds,
+            tables=self._wire(tables),
+            timeout_seconds=_positive("timeout_seconds", timeout_seconds),
             held_tokens=0,
             transport=transport,
         )
@@ -274,10 +276,10 @@ class Endpoint:
             c.ReserveCall,
             _CALL_SECONDS,
             transfer=secrets.token_bytes(16),
-            request_id=request_id,
+            request_id=_given(request_id, None, "request_id"),
             tokens=tokens,
-            tables=_wire(tables),
-            lease_seconds=lease_seconds,
+            tables=self._wire(tables),
+            lease_seconds=_positive("lease_seconds", lease_seconds),
         )
         return bytes(held.ticket)
 
@@ -312,6 +314,14 @@ class Endpoint:
         stats: c.Stats = self._client.call(c.StatsCall, _CALL_SECONDS)
         return stats
 
+    def _wire(self, tables: Tables) -> tuple[WireTable, ...]:
+        several = (tables,) if isinstance(tables, BlockTable) else tuple(tables)
+        if len(several) != len(self.pool.layout.groups):
+            raise InputError(
+                f"tables: {len(several)} block tables, but the pool has {len(self.pool.layout.groups)} groups"
+            )
+        return to_wire(several)
+
     def close(self) -> None:
         """Abort what is under way, release everything, end the node. Safe to call twice."""
         self._client.close(4 * self._timeouts.abort + 2.0)
@@ -325,14 +335,20 @@ class Endpoint:
         self.close()
 
 
-def _wire(tables: Tables) -> tuple[WireTable, ...]:
-    return to_wire((tables,) if isinstance(tables, BlockTable) else tuple(tables))
-
-
 def _given(value: Any, from_state: Any, field: str) -> Any:
-    if value is None and from_state is None:
+    """The argument, or what the state says; a request id has at most 256 characters."""
+    chosen = from_state if value is None else value
+    if chosen is None or chosen == "":
         raise InputError(f"{field}: needed where there is no state to take it from")
-    return from_state if value is None else value
+    if isinstance(chosen, str) and len(chosen) > _MAX_REQUEST_ID:
+        raise InputError(f"{field}: {len(chosen)} characters, more than {_MAX_REQUEST_ID}")
+    return chosen
+
+
+def _positive(field: str, seconds: float) -> float:
+    if not 0 < seconds < _MAX_SECONDS:  # not NaN either
+        raise InputError(f"{field}: {seconds} is not a number of seconds from 0 to {_MAX_SECONDS}")
+    return float(seconds)
 
 
 def _for_transfer(state: ExecutionState, transfer: bytes, lease_seconds: float) -> ExecutionState:

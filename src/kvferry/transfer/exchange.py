@@ -69,14 +69,15 @@ def take(session: Session, message: m.TransferMessage) -> None:
 def _take_claim(session: Session, message: m.Claim) -> None:
     session.timeout_deadline = time.monotonic() + message.timeout_ms / 1e3
     session.peer_tables = m.from_wire(message.tables)
+    session.peer_tokens = message.tokens
     if session.mode is Mode.PULL:
         session.held_tokens = message.held_tokens
     else:
-        session.state, session.claimed_tokens = message.state, message.tokens
+        session.state = message.state
 
 
 def _take_offered(session: Session, message: m.Offered) -> None:
-    session.state, session.tokens = message.state, message.tokens
+    session.state, session.peer_tokens = message.state, message.tokens
     session.peer_tables = m.from_wire(message.tables)
     session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
 

@@ -45,6 +45,7 @@ class Payload:
         self._cancel = CancelToken()
         self._when_quiet: Callable[[], None] | None = None
         self._digests: asyncio.Future[DigestTable] | None = None
+        self._pieces: PieceTable | None = None
         self.is_copying = False
         self.arrived: list[Arrived] = []
 
@@ -54,11 +55,16 @@ class Payload:
         return sum(part.nbytes for part in self.arrived)
 
     def pieces(self) -> PieceTable:
-        """This side's pieces of everything that moves, in this side's own order."""
+        """This side's pieces of everything that moves, in this side's own order.
+
+        Raises InputError when the block tables do not hold so many tokens.
+        """
         session = self._session
-        return source_pieces(
-            session.config.layout, session.tables, session.tokens, first_token=session.held_tokens
-        )
+        if self._pieces is None:
+            self._pieces = source_pieces(
+                session.config.layout, session.tables, session.tokens, first_token=session.held_tokens
+            )
+        return self._pieces
 
     # Copies.
 
@@ -178,6 +184,11 @@ class Payload:
             )
             self._digests.add_done_callback(lambda _: self._quiet_again())
 
+    @property
+    def is_digesting(self) -> bool:
+        """Digests are being taken now."""
+        return self._digests is not None and not self._digests.done()
+
     def vouch(self) -> bool:
         """True if the digests are there (or none are wanted); else VOUCHED comes when they are."""
         if not self._session.config.integrity:
@@ -208,8 +219,7 @@ class Payload:
 
     def when_quiet(self, call: Callable[[], None]) -> bool:
         """True if nothing touches this side's memory; else ``call`` runs, on the loop, once that is so."""
-        digesting = self._digests is not None and not self._digests.done()
-        if self.is_copying or digesting:
+        if self.is_copying or self.is_digesting:
             self._when_quiet = call
             return False
 

@@ -22,6 +22,7 @@ import msgspec
 from kvferry.errors import KVFerryError, LocalError
 from kvferry.transfer.calls import Call, CloseCall, NodeConfig, Reply
 from kvferry.transfer.node import Node
+from kvferry.transfer.service import Service
 from kvferry.transport.base import Memory
 from kvferry.transport.memory import attach_shared
 
@@ -46,9 +47,10 @@ async def serve(sock: socket.socket, memory: Memory | None) -> None:
         if memory is None:
             memory = _map_pool(config)
         node = Node(config, memory)
+        service = Service(node)
         while True:
             call = _call_decoder.decode(await _frame(reader))
-            task = asyncio.ensure_future(_answer(node, call, writer))
+            task = asyncio.ensure_future(_answer(service, call, writer))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             if isinstance(call, CloseCall):
@@ -72,9 +74,9 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(nbytes)
 
 
-async def _answer(node: Node, call: Call, writer: asyncio.StreamWriter) -> None:
+async def _answer(service: Service, call: Call, writer: asyncio.StreamWriter) -> None:
     try:
-        reply = Reply(call.id, value=await node.handle(call))
+        reply = Reply(call.id, value=await service.handle(call))
     except KVFerryError as error:
         reply = Reply(call.id, error=error.to_record())
     except Exception as error:  # noqa: BLE001 - a bug here must reach the engine as an error, not as a hang

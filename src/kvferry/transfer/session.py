@@ -55,7 +55,7 @@ class Session:
     ticket: bytes = b""
     state: bytes = b""
     held_tokens: int = 0
-    claimed_tokens: int = 0
+    peer_tokens: int = 0
     peer: Peer | None = None
     handshake_seconds: float = 0.0
     peer_tables: tuple[BlockTable, ...] = ()
@@ -158,6 +158,11 @@ class Session:
         """Never shorter than it was, never beyond the node's limit."""
         limit = self._born + self.config.max_lease_seconds
         self.lease_deadline = max(self.lease_deadline, min(time.monotonic() + lease_seconds, limit))
+
+    def dismiss(self) -> None:
+        """It never began: stop its clock."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def set_timer(self) -> None:
         """One timer, for the clock that ends this phase."""

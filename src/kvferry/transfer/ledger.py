@@ -1,0 +1,121 @@
+"""What a node remembers: its transfers now, and of ended ones enough to say why a ticket is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TypeVar
+
+from kvferry.errors import CapacityError, KVFerryError, LocalError
+from kvferry.protocol.table import Phase
+from kvferry.transfer.calls import Outcome
+from kvferry.transfer.session import Session
+
+__all__ = ["Ledger"]
+
+# Ended transfers and newest attempts that are remembered; a ticket older than that is "unknown".
+_REMEMBERED = 4096
+# Phases in which a session costs blocks but no work.
+_HOLDING = frozenset({Phase.HELD, Phase.COMMITTED, Phase.ALONE})
+
+
+class Ledger:
+    """The sessions of one node, by transfer id. Lives on the node's loop."""
+
+    def __init__(self, max_transfers: int) -> None:
+        self._max_transfers = max_transfers
+        self._sessions: dict[bytes, Session] = {}
+        self._ended: OrderedDict[bytes, asyncio.Future[Outcome]] = OrderedDict()
+        self._visible: OrderedDict[bytes, None] = OrderedDict()
+        self._attempts: OrderedDict[str, int] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def __contains__(self, transfer: bytes) -> bool:
+        return transfer in self._sessions
+
+    @property
+    def num_working(self) -> int:
+        """Sessions that are more than held blocks."""
+        return sum(session.machine.phase not in _HOLDING for session in self)
+
+    def make_room(self, transfer: bytes, request_id: str) -> None:
+        """Raise unless one more transfer, of this id, may begin."""
+        if transfer in self._sessions:
+            raise LocalError(
+                "this ticket or transfer id is in use here", request_id=request_id, phase="claim"
+            )
+        if len(self._sessions) >= self._max_transfers:
+            raise CapacityError(
+                f"{len(self._sessions)} transfers are held or under way here, the most that are allowed",
+                request_id=request_id,
+                next_step="wait for one to end, or raise max_transfers",
+            )
+
+    def take_in(self, session: Session) -> Session:
+        """Hold the session, if its blocks can hold its tokens; else nothing of it stays."""
+        try:
+            session.payload.pieces()
+        except KVFerryError:
+            session.dismiss()
+            raise
+        self._sessions[session.transfer] = session
+        return session
+
+    def find(self, transfer: bytes) -> Session | None:
+        """The session, while it lasts."""
+        return self._sessions.get(transfer)
+
+    def get(self, transfer: bytes) -> Session:
+        """The session; raises LocalError saying how it ended."""
+        session = self._sessions.get(transfer)
+        if session is None:
+            raise LocalError(f"no such transfer at this endpoint now: {self.why_ended(transfer)}")
+        return session
+
+    def outcome(self, transfer: bytes) -> asyncio.Future[Outcome]:
+        """How a transfer ends or has ended."""
+        return self._ended.get(transfer) or self.get(transfer).ended
+
+    def why_ended(self, transfer: bytes) -> str:
+        """In words, for someone who comes late."""
+        ended = self._ended.get(transfer)
+        if ended is None:
+            return "it was never known here, or ended long ago"
+        error = ended.exception()
+        return "it is done" if error is None else f"it failed: {error}"
+
+    def forget(self, session: Session) -> None:
+        """The session has ended and holds nothing."""
+        self._sessions.pop(session.transfer, None)
+        _remember(self._ended, session.transfer, session.ended)
+
+    # What makes "visible exactly once" and "newest attempt" checkable.
+
+    def was_visible(self, transfer: bytes) -> bool:
+        """The transfer's state became visible here before."""
+        return transfer in self._visible
+
+    def note_visible(self, transfer: bytes) -> None:
+        """The transfer's state becomes visible now."""
+        _remember(self._visible, transfer, None)
+
+    def newest_attempt(self, request_id: str) -> int:
+        """The highest attempt of this request that was shown here."""
+        return self._attempts.get(request_id, 0)
+
+    def note_attempt(self, request_id: str, attempt: int) -> None:
+        """A state of this attempt was shown and fits."""
+        _remember(self._attempts, request_id, attempt)
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def _remember(memory: OrderedDict[K, V], key: K, value: V) -> None:
+    memory[key] = value
+    while len(memory) > _REMEMBERED:
+        memory.popitem(last=False)

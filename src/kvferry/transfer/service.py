@@ -1,0 +1,194 @@
+"""What an engine may ask of its node: each call of calls.py, answered once, when it is finished."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kvferry.errors import DeadlineError, KVFerryError, LocalError
+from kvferry.protocol import messages as m
+from kvferry.protocol.table import Event, Phase, Role
+from kvferry.protocol.ticket import Mode, read_ticket
+from kvferry.transfer import calls as c
+from kvferry.transfer.node import Node
+from kvferry.transfer.payload import Part
+from kvferry.transfer.session import Session
+
+__all__ = ["Service"]
+
+
+class Service:
+    """The engine's way into a node. Every method runs on the node's loop."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._handlers: dict[type[c.Call], Callable[[Any], Awaitable[Any]]] = {
+            c.ListenCall: self._listen,
+            c.OfferCall: self._offer,
+            c.ReserveCall: self._reserve,
+            c.PullCall: self._pull,
+            c.PushCall: self._push,
+            c.LayersCall: self._layers,
+            c.CommitCall: self._commit,
+            c.StartCall: self._start,
+            c.CancelCall: self._cancel,
+            c.RenewCall: self._renew,
+            c.ArrivalCall: self._arrival,
+            c.OutcomeCall: self._outcome,
+            c.StatsCall: self._stats,
+            c.CloseCall: self._close,
+        }
+
+    async def handle(self, call: c.Call) -> Any:
+        """Do one call of the engine; returns its value or raises its error."""
+        return await self._handlers[type(call)](call)
+
+    async def _listen(self, call: c.ListenCall) -> c.Listening:
+        for address in call.addresses:
+            await self._node.directory.listen(address)
+        return c.Listening(self._node.directory.addresses, self._node.incarnation)
+
+    async def _offer(self, call: c.OfferCall) -> c.Held:
+        session = self._hold(Role.PREFILL, Mode.PULL, call)
+        session.state = call.state
+        session.payload.begin_digests()
+        return c.Held(self._node.ticket(session, call.lease_seconds))
+
+    async def _reserve(self, call: c.ReserveCall) -> c.Held:
+        session = self._hold(Role.DECODE, Mode.PUSH, call)
+        return c.Held(self._node.ticket(session, call.lease_seconds))
+
+    def _hold(self, role: Role, mode: Mode, call: c.OfferCall | c.ReserveCall) -> Session:
+        if not self._node.directory.addresses:
+            raise LocalError("this endpoint does not listen, so a peer could not claim a ticket")
+        lease = time.monotonic() + call.lease_seconds
+        self._node.ledger.make_room(call.transfer, call.request_id)
+        session = Session(
+            self._node,
+            role,
+            mode,
+            call.transfer,
+            call.request_id,
+            call.tokens,
+            m.from_wire(call.tables),
+            lease,
+            lease,
+        )
+        return self._node.ledger.take_in(session)
+
+    async def _pull(self, call: c.PullCall) -> c.Arrival:
+        session = await self._claim(Role.DECODE, Mode.PULL, call)
+        session.held_tokens = call.held_tokens
+        session.start()
+        return await session.published
+
+    async def _push(self, call: c.PushCall) -> c.Nothing:
+        session = await self._claim(Role.PREFILL, Mode.PUSH, call)
+        session.state = call.state
+        session.start()
+        return c.Nothing()
+
+    async def _claim(self, role: Role, mode: Mode, call: c.PullCall | c.PushCall) -> Session:
+        """Reach the ticket's issuer and open a session that is about to claim."""
+        ticket = read_ticket(call.ticket)
+        started = time.monotonic()
+        deadline = started + call.timeout_seconds
+        if ticket.mode is not mode:
+            raise LocalError(
+                f"ticket: it is for a {ticket.mode}, not for a {mode}", request_id=ticket.request_id
+            )
+        if ticket.incarnation == self._node.incarnation:
+            raise LocalError("ticket: this endpoint issued it itself", request_id=ticket.request_id)
+        try:
+            async with asyncio.timeout(call.timeout_seconds):
+                peer = await self._node.directory.reach(ticket, call.transport)
+        except TimeoutError:
+            raise DeadlineError(
+                f"no connection within {call.timeout_seconds} s",
+                request_id=ticket.request_id,
+                phase="handshake",
+                peer=ticket.issuer,
+                now_true="nothing moved, nothing is held here",
+                next_step="see whether the worker that issued the ticket runs and is reachable",
+            ) from None
+        except KVFerryError as error:
+            raise error.with_context(request_id=ticket.request_id, peer=ticket.issuer) from None
+        self._node.ledger.make_room(ticket.transfer, ticket.request_id)
+        session = Session(
+            self._node,
+            role,
+            mode,
+            ticket.transfer,
+            ticket.request_id,
+            call.tokens if isinstance(call, c.PushCall) else ticket.tokens,
+            m.from_wire(call.tables),
+            deadline,
+            deadline,
+            ticket=call.ticket,
+            peer=peer,
+            handshake_seconds=time.monotonic() - started,
+        )
+        return self._node.ledger.take_in(session)
+
+    async def _layers(self, call: c.LayersCall) -> c.Nothing:
+        session = self._node.ledger.get(call.transfer)
+        await self._granted(session)
+        session.push_part(Part(range(call.first_layer, call.stop_layer), call.first_token, call.stop_token))
+        return c.Nothing()
+
+    async def _commit(self, call: c.CommitCall) -> c.Nothing:
+        session = self._node.ledger.get(call.transfer)
+        await self._granted(session)
+        session.state = call.state
+        session.local(Event.FINISH)
+        return c.Nothing()
+
+    async def _granted(self, session: Session) -> None:
+        """Wait until decode has granted the push; raises what ended it instead."""
+        await asyncio.shield(session.answered)
+
+    async def _start(self, call: c.StartCall) -> c.Nothing:
+        session = self._node.ledger.find(call.transfer)
+        if session is not None:
+            session.local(Event.START)
+        else:
+            await self._node.ledger.outcome(call.transfer)  # ended already: well, or by its error
+        return c.Nothing()
+
+    async def _cancel(self, call: c.CancelCall) -> c.Nothing:
+        session = self._node.ledger.find(call.transfer)
+        if session is not None:
+            session.fail(KVFerryError.from_record(call.error))
+        return c.Nothing()
+
+    async def _renew(self, call: c.RenewCall) -> c.Nothing:
+        session = self._node.ledger.get(call.transfer)
+        session.renew(call.lease_seconds)
+        return c.Nothing()
+
+    async def _arrival(self, call: c.ArrivalCall) -> c.Arrival:
+        return await asyncio.shield(self._node.ledger.get(call.transfer).published)
+
+    async def _outcome(self, call: c.OutcomeCall) -> c.Outcome:
+        return await asyncio.shield(self._node.ledger.outcome(call.transfer))
+
+    async def _stats(self, _: c.StatsCall) -> c.Stats:
+        return c.Stats(
+            os.getpid(),
+            transfers=sum(session.machine.phase is not Phase.HELD for session in self._node.ledger),
+            holds=sum(session.machine.phase is Phase.HELD for session in self._node.ledger),
+            grants=self._node.grants.num_open,
+            peers=self._node.directory.num_peers,
+            copies=sum(session.payload.is_copying for session in self._node.ledger),
+            digesting=sum(session.payload.is_digesting for session in self._node.ledger),
+            threads=threading.active_count(),
+            fds=len(os.listdir("/proc/self/fd")),
+        )
+
+    async def _close(self, _: c.CloseCall) -> c.Nothing:
+        await self._node.close()
+        return c.Nothing()

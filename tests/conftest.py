@@ -1,0 +1,82 @@
+"""Shared by the tests: pairs of endpoints, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from kvferry.layout import PoolLayout
+from kvferry.transfer import Endpoint, Pool, Timeouts
+
+QUICK = Timeouts(handshake=5.0, heartbeat=0.1, lost=0.6, abort=0.3, start=2.0)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: str = "") -> None:
+    """Poll a condition that another process or thread brings about; fails the test at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not so within {seconds} s: {what or condition}")
+        time.sleep(0.005)
+
+
+def held_by_this_process() -> dict[str, Any]:
+    """Descriptors, threads, children and pool maps of this process, by name."""
+    gc.collect()
+    fds = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            fds[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+    maps = Path("/proc/self/maps").read_text().count("kvferry-pool")
+    children = sorted(child.pid for child in psutil.Process().children(recursive=True))
+    return {
+        "fds": sorted(name for name in fds.values() if "/proc/" not in name),
+        "threads": sorted(thread.name for thread in threading.enumerate() if "kvferry" in thread.name),
+        "maps": maps,
+        "children": children,
+    }
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """The test leaves no descriptor, thread, process or map behind."""
+    before = held_by_this_process()
+    yield
+    wait_until(lambda: held_by_this_process() == before, 5.0, f"{held_by_this_process()} != {before}")
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Endpoint]]:
+    """Make endpoints that are closed, with their pools, when the test ends."""
+    endpoints: list[Endpoint] = []
+
+    def open_endpoint(layout: PoolLayout, address: str | None = None, **options: Any) -> Endpoint:
+        options = {"timeouts": QUICK, "process": False} | options
+        pool = options.pop("pool", None) or Pool.allocate(layout)
+        if address is None:
+            endpoint = Endpoint.open(pool=pool, **options)
+        else:
+            endpoint = Endpoint.listen(address, pool=pool, **options)
+        endpoints.append(endpoint)
+        return endpoint
+
+    yield open_endpoint
+    for endpoint in endpoints:
+        endpoint.close()
+        endpoint.pool.close()
+
+
+def fill_random(pool: Pool, seed: int) -> None:
+    """Every byte of a pool, from a seed."""
+    pool.array[:] = np.random.default_rng(seed).integers(0, 256, pool.array.nbytes, np.uint8)
