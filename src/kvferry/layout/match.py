@@ -10,7 +10,7 @@ from types import MappingProxyType
 from kvferry.layout.records import GroupLayout, PoolLayout, TensorLayout
 from kvferry.layout.words import Role
 
-__all__ = ["Place", "layer_ranges", "mismatches", "places"]
+__all__ = ["Key", "Place", "layer_ranges", "mismatches", "places"]
 
 Key = tuple[int, Role, int]
 Place = tuple[int, TensorLayout]

@@ -77,7 +77,7 @@ class CopyPlan:
     def product(self) -> StridedPlan | None:
         """The same copies as strided ones over many tensors at once, or None where that saves nothing."""
         plan = strided_plan([(run.src_offset, run.dst_offset, template) for run, template in self.runs])
-        return plan if 2 * len(plan) <= self.num_pieces else None
+        return plan if 0 < 2 * len(plan) <= self.num_pieces else None
 
 
 def copy_plan(

@@ -74,20 +74,30 @@ def strided_plan(runs: Sequence[tuple[Int64, Int64, Template]]) -> StridedPlan:
     one length that do. Evenly spaced tensors, the same blocks in each: the common case is one
     plane segment, found by two differences of 160 numbers.
     """
-    parts: list[NDArray[np.int64]] = []
+    parts: list[Int64] = []
     for src_offset, dst_offset, template in runs:
-        order = np.argsort(src_offset)
-        src, dst = src_offset[order], dst_offset[order]
-        most_planes = max(1, COPY_NBYTES // int(template.nbytes.max()))
-        planes = _split(*_progressions(src, dst, np.ones(src.size - 1, np.bool_)), most_planes)
         steps = _progressions(template.src, template.dst, np.diff(template.nbytes) == 0)
-        for first, count in zip(*(column.tolist() for column in planes), strict=True):
-            parts.append(
-                _plane_copies(src[first : first + count], dst[first : first + count], template, *steps)
-            )
+        for src, dst in _planes(src_offset, dst_offset, max(1, COPY_NBYTES // int(template.nbytes.max()))):
+            parts.append(_plane_copies(src, dst, template, *steps))
     if not parts:
         parts.append(np.empty((len(fields(StridedPlan)), 0), np.int64))
     return StridedPlan(*np.concatenate(parts, axis=1))
+
+
+def _planes(src: Int64, dst: Int64, most: int) -> Iterator[tuple[Int64, Int64]]:
+    """Sets of at most ``most`` tensors whose offsets grow evenly on both sides.
+
+    K and V may alternate on one side and lie apart on the other, so both orders are tried.
+    """
+    best: tuple[Int64, Int64, Int64, Int64] | None = None
+    for order in (np.argsort(src), np.argsort(dst)):
+        first, count = _progressions(src[order], dst[order], np.ones(src.size - 1, np.bool_))
+        if best is None or first.size < best[2].size:
+            best = src[order], dst[order], first, count
+    assert best is not None
+    src, dst, first, count = best
+    for start, planes in zip(*(column.tolist() for column in _split(first, count, most)), strict=True):
+        yield src[start : start + planes], dst[start : start + planes]
 
 
 def _plane_copies(src: Int64, dst: Int64, template: Template, first: Int64, count: Int64) -> Int64:
@@ -120,7 +130,11 @@ def _progressions(src: Int64, dst: Int64, alike: NDArray[np.bool_]) -> tuple[Int
     usable = alike & (src_step > 0) & (dst_step > 0)
     equal = usable[1:] & usable[:-1]
     equal &= (src_step[1:] == src_step[:-1]) & (dst_step[1:] == dst_step[:-1])
-    inner = usable if src.size == 2 else _either(equal)
+    inner = np.zeros_like(usable)
+    inner[1:] |= equal
+    inner[:-1] |= equal
+    if src.size == 2:
+        inner = usable
     # Where one run of equal steps follows another at once, the first step of the second is the border.
     first_of_run = inner.copy()
     first_of_run[1:] &= ~equal
@@ -129,14 +143,6 @@ def _progressions(src: Int64, dst: Int64, alike: NDArray[np.bool_]) -> tuple[Int
     border = ~inner | (first_of_run & after_inner)
     first = np.flatnonzero(np.concatenate([[True], border]))
     return first, np.diff(np.append(first, src.size))
-
-
-def _either(equal: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Steps that equal the step before or the step after; ``equal[i]`` compares steps i and i + 1."""
-    inner = np.zeros(equal.size + 1, np.bool_)
-    inner[1:] |= equal
-    inner[:-1] |= equal
-    return inner
 
 
 def _split(first: Int64, count: Int64, most: int | Int64) -> tuple[Int64, Int64]:

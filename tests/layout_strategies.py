@@ -1,0 +1,162 @@
+"""Hypothesis strategies: two pools of one model, laid out, split and tabled in unlike ways."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from kvferry.layout import BlockTable, GroupLayout, LayerKind, PoolLayout, Role, TensorLayout
+
+AXES = ("layer", "role", "block", "token", "head")
+
+
+@dataclass(frozen=True)
+class GroupModel:
+    """What both sides agree on for one group."""
+
+    kind: LayerKind
+    layers: tuple[int, ...]
+    heads: int
+    widths: dict[Role, int]  # head_dim by role
+    dtype: str
+    window: int | None = None
+    tokens_per_entry: int = 1
+    encoder_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    src: PoolLayout
+    dst: PoolLayout
+    src_tables: tuple[BlockTable, ...]
+    dst_tables: tuple[BlockTable, ...]
+    tokens: int
+    first_token: int
+
+
+ROLES = {
+    LayerKind.FULL: (Role.KEY, Role.VALUE),
+    LayerKind.SLIDING: (Role.KEY, Role.VALUE),
+    LayerKind.MLA: (Role.LATENT, Role.ROPE),
+    LayerKind.COMPRESSED: (Role.COMPRESSED,),
+    LayerKind.CROSS: (Role.CROSS_KEY, Role.CROSS_VALUE),
+    LayerKind.LINEAR: (Role.CONV, Role.SSM),
+}
+
+
+@st.composite
+def group_models(draw: st.DrawFn, first_layer: int, kinds: Collection[LayerKind]) -> GroupModel:
+    kind = draw(st.sampled_from([*kinds]))
+    equal = draw(st.booleans())
+    width = draw(st.integers(1, 3))
+    return GroupModel(
+        kind,
+        tuple(range(first_layer, first_layer + draw(st.integers(1, 3)))),
+        1 if kind is LayerKind.MLA else draw(st.integers(1, 3)),
+        {role: width if equal else draw(st.integers(1, 3)) for role in ROLES[kind]},
+        draw(st.sampled_from(["float16", "uint8"])),
+        window=draw(st.integers(1, 12)) if kind is LayerKind.SLIDING else None,
+        tokens_per_entry=draw(st.sampled_from([2, 4])) if kind is LayerKind.COMPRESSED else 1,
+        encoder_tokens=draw(st.integers(0, 9)) if kind is LayerKind.CROSS else None,
+    )
+
+
+@st.composite
+def group_layouts(
+    draw: st.DrawFn, model: GroupModel, name: str, layers: Sequence[int], base: int, *, all_heads: bool
+) -> tuple[GroupLayout, int]:
+    """One side's way to lay out a group from byte ``base`` on: any nesting of the axes, with gaps."""
+    is_state = model.kind is LayerKind.LINEAR
+    block_size = None if is_state else model.tokens_per_entry * draw(st.integers(1, 6))
+    num_blocks = draw(st.integers(1, 3)) if is_state else 24
+    start = 0 if all_heads else draw(st.integers(0, model.heads - 1))
+    heads = model.heads if all_heads else draw(st.integers(1, model.heads - start))
+    counts = {
+        "layer": len(layers),
+        "role": len(model.widths),
+        "block": num_blocks,
+        "token": 1 if block_size is None else block_size // model.tokens_per_entry,
+        "head": heads,
+    }
+    gap = st.sampled_from([0, 0, 0, 1, 8])
+    row = max(model.widths.values()) * (2 if model.dtype == "float16" else 1)
+    covered, stride = row, {}
+    for axis in reversed(draw(st.permutations(AXES))):
+        stride[axis] = covered + draw(gap)
+        covered = stride[axis] * (counts[axis] - 1) + covered
+    tensors = [
+        TensorLayout(
+            layer,
+            role,
+            model.dtype,
+            offset=base + i * stride["layer"] + j * stride["role"],
+            block_stride=stride["block"],
+            token_stride=0 if is_state else stride["token"],
+            head_stride=stride["head"],
+            heads=heads,
+            head_dim=width,
+            head_start=start,
+        )
+        for i, layer in enumerate(layers)
+        for j, (role, width) in enumerate(model.widths.items())
+    ]
+    group = GroupLayout(
+        name,
+        model.kind,
+        block_size,
+        num_blocks,
+        tuple(draw(st.permutations(tensors))),
+        model.window,
+        model.tokens_per_entry,
+    )
+    return group, base + covered
+
+
+@st.composite
+def tables(draw: st.DrawFn, group: GroupLayout, model: GroupModel, tokens: int, slots: int) -> BlockTable:
+    """A table with just the blocks that are live, or some more."""
+    if group.is_state:
+        return BlockTable(0, draw(st.permutations(range(group.num_blocks)))[:slots])
+    entries = (tokens if model.encoder_tokens is None else model.encoder_tokens) // model.tokens_per_entry
+    first = max(0, tokens - model.window) // group.entries_per_block if model.window else 0
+    first = draw(st.integers(0, first)) if first else 0
+    needed = -(-entries // group.entries_per_block) - first
+    spare = draw(st.integers(0, 2))
+    if draw(st.booleans()):  # neighbours, as a fresh pool gives them out
+        at = draw(st.integers(0, max(0, group.num_blocks - needed - spare)))
+        ids = list(range(at, at + needed + spare))
+    else:
+        ids = draw(st.permutations(range(group.num_blocks)))[: needed + spare]
+    return BlockTable(first, ids, tokens=model.encoder_tokens)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, same_split: bool = False, kinds: Collection[LayerKind] = tuple(ROLES)) -> Case:
+    """Two layouts of up to two groups, which hold unlike layers and heads unless ``same_split``."""
+    tokens = draw(st.integers(0, 20))
+    models, layer = [], 0
+    for _ in range(draw(st.integers(1, 2))):
+        models.append(draw(group_models(layer, kinds)))
+        layer += len(models[-1].layers)
+    sides = []
+    slots = {}
+    for _ in range(2):
+        groups, base = [], draw(st.integers(0, 5))
+        for number, model in enumerate(models):
+            layers = model.layers
+            if not same_split:  # the middle layer is on both sides, its neighbours may not be
+                middle = len(layers) // 2
+                layers = layers[draw(st.integers(0, middle)) : draw(st.integers(middle + 1, len(layers)))]
+            group, base = draw(group_layouts(model, f"g{number}", layers, base, all_heads=same_split))
+            groups.append(group)
+        sides.append((groups, base))
+    for number in range(len(models)):
+        slots[number] = draw(st.integers(1, min(side[0][number].num_blocks for side in sides)))
+    order = draw(st.permutations(range(len(models))))
+    layouts, all_tables = [], []
+    for (groups, base), numbers in zip(sides, (range(len(models)), order), strict=True):
+        layouts.append(PoolLayout(tuple(groups[n] for n in numbers), base + draw(st.integers(0, 4))))
+        all_tables.append(tuple(draw(tables(groups[n], models[n], tokens, slots[n])) for n in numbers))
+    return Case(*layouts, *all_tables, tokens, draw(st.integers(0, tokens)))
