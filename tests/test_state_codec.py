@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry import state as s
@@ -102,6 +102,7 @@ def test_bit_flips_under_a_right_digest_never_end_a_worker() -> None:
     assert answers["IncompatibleError"] > 300
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused(data: bytes) -> None:
     """No random bytes are a record, with a right header or without."""
@@ -191,7 +192,7 @@ def test_any_field_left_out_is_refused() -> None:
     for path in paths:
         fields = plain(good_state())
         del owner_of(fields, path)[path[-1]]
-        with pytest.raises(PeerError, match=r"missing required field|not canonical"):
+        with pytest.raises(PeerError, match="breaks the schema|not canonical"):
             s.decode_state(repacked(fields))
 
 
