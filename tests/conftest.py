@@ -60,10 +60,12 @@ def nothing_left() -> Iterator[None]:
 def opened() -> Iterator[Callable[..., Endpoint]]:
     """Make endpoints that are closed, with their pools, when the test ends."""
     endpoints: list[Endpoint] = []
+    pools: list[Pool] = []
 
     def open_endpoint(layout: PoolLayout, address: str | None = None, **options: Any) -> Endpoint:
         options = {"timeouts": QUICK, "process": False} | options
         pool = options.pop("pool", None) or Pool.allocate(layout)
+        pools.append(pool)
         if address is None:
             endpoint = Endpoint.open(pool=pool, **options)
         else:
@@ -74,7 +76,8 @@ def opened() -> Iterator[Callable[..., Endpoint]]:
     yield open_endpoint
     for endpoint in endpoints:
         endpoint.close()
-        endpoint.pool.close()
+    for pool in pools:
+        pool.close()
 
 
 def fill_random(pool: Pool, seed: int) -> None:

@@ -192,8 +192,6 @@ class Ready(_TransferMessage, frozen=True):
 class Moved(_TransferMessage, frozen=True):
     """Pull: every byte has landed at decode; prefill may commit."""
 
-    nbytes: Count
-
 
 class Commit(_TransferMessage, frozen=True):
     """Prefill vouches: the lease held until now, these are the digests, this is the state.
@@ -214,7 +212,14 @@ class Commit(_TransferMessage, frozen=True):
 
 
 class Committed(_TransferMessage, frozen=True):
-    """Decode has everything, checked and visible, exactly once. Prefill still keeps its copy."""
+    """Decode has everything, checked and visible, exactly once. Prefill still keeps its copy.
+
+    The counts are of what arrived, so that both sides record the same.
+    """
+
+    nbytes: Count
+    descriptors: Count
+    chunks: Count
 
 
 class Mismatch(_TransferMessage, frozen=True):

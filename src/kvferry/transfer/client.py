@@ -41,7 +41,8 @@ class NodeClient:
         self._ids = itertools.count(1)
         self._futures: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = False  # no call can be made any more
+        self._released = False
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         try:
@@ -86,13 +87,15 @@ class NodeClient:
     def close(self, limit_seconds: float) -> None:
         """End the node and everything that it holds; a node that does not end in time is killed."""
         with self._lock:
-            if self._closed:
+            if self._released:
                 return
-        with contextlib.suppress(KVFerryError):
+            self._released = True
+        with contextlib.suppress(KVFerryError):  # it may be gone already; what is ours is released below
             self.call(CloseCall, limit_seconds)
         with self._lock:
             self._closed = True
-        self._sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._sock.close()
         if self._process is not None:
@@ -159,7 +162,7 @@ def _spawn(theirs: socket.socket, memory: Memory) -> subprocess.Popen[bytes]:
             next_step="use Pool.allocate, or process=False",
         )
     return subprocess.Popen(
-        [sys.executable, "-m", "kvferry.transfer.process", str(theirs.fileno())],
+        [sys.executable, "-m", "kvferry.transfer", str(theirs.fileno())],
         pass_fds=(theirs.fileno(), memory.fd),
         stdin=subprocess.DEVNULL,
     )

@@ -258,6 +258,7 @@ class Endpoint:
         self, ticket: bytes, tables: Tables, *, timeout_seconds: float = 5.0, transport: str = ""
     ) -> Move:
         """Fetch what a ticket offers into these blocks; ``timeout_seconds`` covers all up to Committed."""
+        transfer = read_ticket(ticket).transfer
         arrival = self._client.submit(
             c.PullCall,
             ticket=bytes(ticket),
@@ -266,9 +267,7 @@ class Endpoint:
             held_tokens=0,
             transport=transport,
         )
-        return Move(
-            self._client, read_ticket(ticket).transfer, arrival, timeout_seconds + self._timeouts.abort
-        )
+        return Move(self._client, transfer, arrival, timeout_seconds + self._timeouts.abort)
 
     def reserve(self, request_id: str, tokens: int, tables: Tables, *, lease_seconds: float = 30.0) -> bytes:
         """Hold blocks for at most ``tokens`` tokens that prefill will push; returns the ticket for it."""

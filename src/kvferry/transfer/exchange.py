@@ -18,7 +18,7 @@ from kvferry.transfer.payload import Part
 if TYPE_CHECKING:
     from kvferry.transfer.session import Session
 
-__all__ = ["claim", "commit", "granted", "offered", "take"]
+__all__ = ["claim", "commit", "committed", "granted", "offered", "take"]
 
 
 def claim(session: Session) -> m.Claim:
@@ -57,6 +57,12 @@ def commit(session: Session) -> m.Commit:
         chunk_id.astype("<i8").tobytes(),
         digests.astype("<u8").tobytes(),
     )
+
+
+def committed(session: Session) -> m.Committed:
+    """Decode has everything; the counts are what it recorded."""
+    record = session.record()
+    return m.Committed(session.transfer, record.nbytes, record.descriptors, record.chunks)
 
 
 def take(session: Session, message: m.TransferMessage) -> None:
@@ -99,6 +105,10 @@ def _take_commit(session: Session, message: m.Commit) -> None:
         session.state = message.state
 
 
+def _take_committed(session: Session, message: m.Committed) -> None:
+    session.committed = message
+
+
 def _take_busy(session: Session, message: m.Busy) -> None:
     session.keep_error(
         CapacityError(
@@ -130,6 +140,7 @@ _TAKE: dict[type[m.TransferMessage], Callable[[Session, Any], None]] = {
     m.Granted: _take_granted,
     m.Ready: _take_ready,
     m.Commit: _take_commit,
+    m.Committed: _take_committed,
     m.Busy: _take_busy,
     m.Abort: _take_error,
     m.Mismatch: _take_error,

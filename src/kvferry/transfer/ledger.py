@@ -69,11 +69,14 @@ class Ledger:
         return self._sessions.get(transfer)
 
     def get(self, transfer: bytes) -> Session:
-        """The session; raises LocalError saying how it ended."""
+        """The session; raises the error that ended it, or LocalError if it ended well or was never known."""
         session = self._sessions.get(transfer)
-        if session is None:
-            raise LocalError(f"no such transfer at this endpoint now: {self.why_ended(transfer)}")
-        return session
+        if session is not None:
+            return session
+        ended = self._ended.get(transfer)
+        if ended is not None and (error := ended.exception()) is not None:
+            raise error
+        raise LocalError(f"no such transfer at this endpoint now: {self.why_ended(transfer)}")
 
     def outcome(self, transfer: bytes) -> asyncio.Future[Outcome]:
         """How a transfer ends or has ended."""

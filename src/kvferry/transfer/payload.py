@@ -54,6 +54,11 @@ class Payload:
         """Bytes that have arrived, here or at the peer that this side writes to."""
         return sum(part.nbytes for part in self.arrived)
 
+    def counts(self) -> tuple[int, int, int]:
+        """Bytes, descriptors and chunks that have arrived."""
+        descriptors = sum(part.descriptors for part in self.arrived)
+        return self.nbytes, descriptors, sum(len(part.chunk_id) for part in self.arrived)
+
     def pieces(self) -> PieceTable:
         """This side's pieces of everything that moves, in this side's own order.
 

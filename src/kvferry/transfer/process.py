@@ -4,7 +4,7 @@ It exists so that a busy Python thread in the engine does not slow the data path
 to four times). It ends when its engine closes the socket, by asking or by dying: no pool, port or
 process outlives its owner.
 
-    python -m kvferry.transfer.process SOCKET_FD
+    python -m kvferry.transfer SOCKET_FD
 """
 
 from __future__ import annotations
@@ -105,7 +105,3 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     asyncio.run(serve(sock, None))
     os._exit(0)  # no thread of ours may hold up the end: everything was closed above
-
-
-if __name__ == "__main__":
-    main()

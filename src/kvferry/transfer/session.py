@@ -60,6 +60,7 @@ class Session:
     handshake_seconds: float = 0.0
     peer_tables: tuple[BlockTable, ...] = ()
     commit: m.Commit | None = None
+    committed: m.Committed | None = None
     error: KVFerryError | None = None
 
     def __post_init__(self) -> None:
@@ -225,7 +226,13 @@ class Session:
     def record(self) -> TransferRecord:
         """What moved until now."""
         connection = None if self.peer is None else self.peer.connection
-        arrived = self.payload.arrived
+        nbytes, descriptors, chunks = self.payload.counts()
+        if self.committed is not None:  # decode counted what arrived; prefill may not have seen it pass
+            nbytes, descriptors, chunks = (
+                self.committed.nbytes,
+                self.committed.descriptors,
+                self.committed.chunks,
+            )
         return TransferRecord(
             request_id=self.request_id,
             role=self.role,
@@ -233,9 +240,9 @@ class Session:
             peer=self.peer_name,
             transport="" if connection is None else connection.scheme,
             path="" if connection is None else connection.path,
-            nbytes=self.payload.nbytes,
-            descriptors=sum(part.descriptors for part in arrived),
-            chunks=sum(len(part.chunk_id) for part in arrived),
+            nbytes=nbytes,
+            descriptors=descriptors,
+            chunks=chunks,
             state_nbytes=len(self.state),
             integrity=self.config.integrity,
             timings=self.clock.timings(),

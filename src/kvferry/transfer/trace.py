@@ -27,7 +27,7 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     handshake: float = 0.0
     claim: float = 0.0
-    check: float = 0.0
+    verify: float = 0.0
     move: float = 0.0
     copy: float = 0.0
     commit: float = 0.0
@@ -58,12 +58,12 @@ class TransferRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _PARTS = {
     Phase.CLAIMING: "claim",
-    Phase.CHECKING: "check",
+    Phase.CHECKING: "verify",
     Phase.MOVING: "move",
     Phase.SETTLING: "commit",
     Phase.VOUCHING: "commit",
     Phase.COMMITTING: "commit",
-    Phase.VERIFYING: "commit",
+    Phase.VERIFYING: "verify",
 }
 
 

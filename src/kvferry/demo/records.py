@@ -1,0 +1,150 @@
+"""What the demo is asked, what its processes tell each other, and what it answers. Plain records."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvferry.errors import ErrorRecord
+from kvferry.state import Limits, SamplingParameters
+from kvferry.transfer import TransferRecord
+
+__all__ = [
+    "Begin",
+    "DemoOptions",
+    "DemoResult",
+    "DemoTimings",
+    "Failed",
+    "Finished",
+    "Job",
+    "Progress",
+    "Ready",
+    "Ticketed",
+    "WorkerEvent",
+]
+
+ModelName = Literal["smollm2", "tiny"]
+
+
+class DemoOptions(msgspec.Struct, frozen=True):
+    """One demo. ``prompt`` None: the project's own text."""
+
+    transport: str = "shm"
+    mode: str = "pull"
+    prompt: str | None = None
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int | None = None
+    block_size: int = 16
+    decode_block_size: int | None = None
+    axis_order: str = "NHD"
+    decode_axis_order: str | None = None
+
+
+class Job(msgspec.Struct, frozen=True):
+    """The first line that a worker reads."""
+
+    role: Literal["prefill", "decode"]
+    mode: Literal["pull", "push"]
+    model: ModelName
+    address: str
+    prompt_ids: list[int]
+    sampling: SamplingParameters
+    limits: Limits
+    block_size: int
+    axis_order: str
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """Go. ``ticket`` (base64) where the other worker issued one."""
+
+    ticket: str = ""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Model loaded, pool allocated, listening."""
+
+    load_seconds: float
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Tokens of a stage that are done; of decode also the text that a client would see."""
+
+    stage: str
+    done: int
+    total: int
+    text: str = ""
+
+
+class Ticketed(msgspec.Struct, frozen=True, tag=True):
+    """An offer or a reservation is held; base64."""
+
+    ticket: str
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """What a worker did. Prefill fills the first group, decode the second.
+
+    ``free_blocks`` of ``num_blocks`` at the end: equal when nothing stayed held.
+    ``logits_digest``: one xxh3-64 for each step's logits. Times in seconds.
+    """
+
+    free_blocks: int
+    num_blocks: int
+    prefill_seconds: float = 0.0
+    export_seconds: float = 0.0
+    import_seconds: float = 0.0
+    first_step_seconds: float = 0.0
+    memcpy_seconds: float = 0.0
+    tokens: list[int] = []
+    logits_digest: list[int] = []
+    text: str = ""
+    blocks_moved: int = 0
+    record: TransferRecord | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A worker gives up."""
+
+    error: ErrorRecord
+
+
+WorkerEvent = Ready | Progress | Ticketed | Finished | Failed
+
+
+class DemoTimings(msgspec.Struct, frozen=True):
+    """Seconds of the handoff, in order. ``total``: from the prompt to decode's first own step."""
+
+    prefill: float
+    export: float
+    handshake: float
+    move: float
+    verify: float
+    commit: float
+    import_: float = msgspec.field(name="import")
+    first_decode_step: float = 0.0
+    total: float = 0.0
+
+
+class DemoResult(msgspec.Struct, frozen=True):
+    """What happened; the JSON object of ``kvferry demo --json``."""
+
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    text: str
+    identical: bool
+    tokens_identical: bool
+    logits_identical: bool
+    transport_used: str
+    path: str
+    mode: str
+    wire_bytes: int
+    payload_bytes: int
+    state_bytes: int
+    blocks: int
+    descriptors: int
+    bytes_per_second: float
+    memcpy_ratio: float
+    timings: DemoTimings

@@ -1,0 +1,244 @@
+"""Runs the demo: two worker processes, one request, and the same request in this process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from importlib.resources import files
+from types import TracebackType
+from typing import Self, TypeVar, get_args
+
+import msgspec
+
+from kvferry.demo.records import (
+    Begin,
+    DemoOptions,
+    DemoResult,
+    DemoTimings,
+    Failed,
+    Finished,
+    Job,
+    ModelName,
+    Progress,
+    Ready,
+    Ticketed,
+    WorkerEvent,
+)
+from kvferry.demo.stage import Continuation, OnProgress, load_model, run_alone
+from kvferry.engines.reference import Model, chat_prompt
+from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
+from kvferry.state import Limits, SamplingParameters
+
+__all__ = ["run_demo"]
+
+TRANSPORTS = ("shm", "tcp")
+MODES = ("pull", "push")
+QUESTION = "Read this text, then say in a few sentences what it is about.\n\n"
+# A worker that says nothing for so long hangs: the slowest step, one prefill chunk or loading
+# the weights, takes seconds.
+SILENCE_SECONDS = 120.0
+_event_decoder: msgspec.json.Decoder[WorkerEvent] = msgspec.json.Decoder(WorkerEvent)
+Event = TypeVar("Event", Ready, Ticketed, Finished)
+
+
+def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoResult:
+    """Prefill in one process, decode in another, the same in this one; compare.
+
+    ``on_progress(stage, done, total, text)`` is told of stages ``load``, ``prefill``, ``decode``
+    and ``alone``. Raises InputError naming the option, or the KVFerryError that ended the
+    handoff; no process is left behind.
+    """
+    _check(options)
+    name, model = _choose_model(on_progress)
+    jobs = _jobs(options, name, model)
+    total = len(jobs["prefill"].prompt_ids) + options.max_tokens
+    with _Worker(jobs["prefill"], on_progress) as prefill, _Worker(jobs["decode"], on_progress) as decode:
+        for worker in (prefill, decode):
+            worker.expect(Ready)
+        first, second = (prefill, decode) if options.mode == "pull" else (decode, prefill)
+        first.begin(Begin())
+        second.begin(Begin(first.expect(Ticketed).ticket))
+        made, gave = decode.expect(Finished), prefill.expect(Finished)
+    on_progress("alone", 0, total, "")
+    alone = run_alone(model, jobs["decode"], on_progress)
+    return _result(model, jobs["prefill"], gave, made, alone)
+
+
+def _check(options: DemoOptions) -> None:
+    for field, value, known in (
+        ("transport", options.transport, TRANSPORTS),
+        ("mode", options.mode, MODES),
+    ):
+        if value not in known:
+            raise InputError(f"{field}: {value!r} is not one of {', '.join(known)}")
+    if options.max_tokens < 1:
+        raise InputError(f"tokens: {options.max_tokens} is less than 1")
+    if options.prompt is not None and not options.prompt.strip():
+        raise InputError("prompt: it is empty")
+
+
+def _choose_model(on_progress: OnProgress) -> tuple[ModelName, Model]:
+    on_progress("load", 0, 1, "")
+    name: ModelName
+    smollm2, tiny = get_args(ModelName)
+    try:
+        name, model = smollm2, load_model(smollm2)
+    except LocalError as error:
+        print(f"kvferry: using random weights: {error}", file=sys.stderr)
+        name, model = tiny, load_model(tiny)
+    on_progress("load", 1, 1, "")
+    return name, model
+
+
+def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]:
+    text = QUESTION + files("kvferry.demo").joinpath("prompt.txt").read_text("utf-8")
+    ids = model.tokenizer.encode(chat_prompt(text if options.prompt is None else options.prompt))
+    room = model.config.max_context - options.max_tokens
+    if len(ids) > room:
+        raise InputError(
+            f"prompt: {len(ids)} tokens and {options.max_tokens} to come do not fit the context of "
+            f"{model.config.max_context} tokens"
+        )
+    sampling = SamplingParameters(
+        temperature=options.temperature, seed=0 if options.seed is None else options.seed
+    )
+    jobs = {}
+    for role, block_size, axis_order in (
+        ("prefill", options.block_size, options.axis_order),
+        (
+            "decode",
+            options.decode_block_size or options.block_size,
+            options.decode_axis_order or options.axis_order,
+        ),
+    ):
+        # The name holds this process's id, so that demos side by side do not meet.
+        address = f"shm://demo-{os.getpid()}-{role}" if options.transport == "shm" else "tcp://127.0.0.1:0"
+        jobs[role] = Job(
+            role=role,  # type: ignore[arg-type]  # one of the two literals above
+            mode=options.mode,  # type: ignore[arg-type]  # checked above
+            model=name,
+            address=address,
+            prompt_ids=ids,
+            sampling=sampling,
+            limits=Limits(max_tokens_left=options.max_tokens),
+            block_size=block_size,
+            axis_order=axis_order,
+        )
+    return jobs
+
+
+class _Worker:
+    """One child process; killed, if it has not ended, when the demo leaves it."""
+
+    def __init__(self, job: Job, on_progress: OnProgress) -> None:
+        self._job = job
+        self._on_progress = on_progress
+        self._events: queue.SimpleQueue[WorkerEvent | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvferry.demo.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._reader = threading.Thread(target=self._read, name=f"demo-{self._job.role}")
+        self._reader.start()
+        self._tell(self._job)
+        return self
+
+    def begin(self, begin: Begin) -> None:
+        """Let the worker go."""
+        self._tell(begin)
+
+    def expect(self, kind: type[Event]) -> Event:
+        """Its next event of this kind; progress is passed on. Raises its error, or its silence."""
+        while True:
+            try:
+                event = self._events.get(timeout=SILENCE_SECONDS)
+            except queue.Empty:
+                raise DeadlineError(
+                    f"the {self._job.role} worker said nothing for {SILENCE_SECONDS:.0f} s",
+                    next_step="the machine may be out of memory, or very slow; try --tokens 8",
+                ) from None
+            if isinstance(event, kind):
+                return event
+            if isinstance(event, Progress):
+                self._on_progress(event.stage, event.done, event.total, event.text)
+            elif isinstance(event, Failed):
+                raise KVFerryError.from_record(event.error)
+            else:
+                status = self._process.wait(SILENCE_SECONDS)
+                raise LocalError(f"the {self._job.role} worker ended with status {status}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        if error is not None:
+            self._process.kill()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _tell(self, message: Job | Begin) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise LocalError(f"the {self._job.role} worker ended before it began") from error
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._events.put(_event_decoder.decode(line))
+        self._events.put(None)
+
+
+def _result(model: Model, job: Job, gave: Finished, made: Finished, alone: Continuation) -> DemoResult:
+    record = made.record
+    assert record is not None
+    for role, worker in (("prefill", gave), ("decode", made)):
+        if worker.free_blocks != worker.num_blocks:
+            raise LocalError(f"the {role} worker still holds {worker.num_blocks - worker.free_blocks} blocks")
+    timings = record.timings
+    move = timings.claim + timings.move
+    parts = (
+        gave.prefill_seconds,
+        gave.export_seconds,
+        timings.handshake,
+        move,
+        timings.verify,
+        timings.commit,
+        made.import_seconds,
+        made.first_step_seconds,
+    )
+    tokens_identical = made.tokens == alone.tokens
+    logits_identical = made.logits_digest == alone.logits_digest
+    return DemoResult(
+        model=model.name,
+        prompt_tokens=len(job.prompt_ids),
+        output_tokens=len(made.tokens),
+        text=made.text,
+        identical=tokens_identical and logits_identical and made.text == alone.text,
+        tokens_identical=tokens_identical,
+        logits_identical=logits_identical,
+        transport_used=record.transport,
+        path=record.path,
+        mode=job.mode,
+        wire_bytes=record.nbytes + record.state_nbytes,
+        payload_bytes=record.nbytes,
+        state_bytes=record.state_nbytes,
+        blocks=made.blocks_moved,
+        descriptors=record.descriptors,
+        bytes_per_second=record.bytes_per_second,
+        memcpy_ratio=record.bytes_per_second * made.memcpy_seconds / record.nbytes if record.nbytes else 0.0,
+        timings=DemoTimings(*parts, sum(parts)),
+    )

@@ -1,0 +1,100 @@
+"""What the demo's processes share: the model by name, an engine over a pool, and one process doing it all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvferry.demo.records import Job, ModelName
+from kvferry.engines.reference import Model, ReferenceEngine, StepOutput, load_smollm2, tiny_model
+from kvferry.layout import PoolLayout
+from kvferry.transfer import Pool
+
+__all__ = [
+    "CHUNK_TOKENS",
+    "REQUEST_ID",
+    "Continuation",
+    "continue_to_end",
+    "load_model",
+    "make_engine",
+    "run_alone",
+]
+
+REQUEST_ID = "demo"
+# A part of the prompt that one engine call computes; alike everywhere, since it changes bits.
+CHUNK_TOKENS = 256
+# Room for the tiny model's byte tokens of the demo's own text.
+TINY_CONTEXT = 16384
+TINY_SEED = 7
+
+OnProgress = Callable[[str, int, int, str], None]
+
+
+def load_model(name: ModelName) -> Model:
+    """The weights by name; LocalError says what to install when they are not there."""
+    return load_smollm2() if name == "smollm2" else tiny_model(TINY_SEED, max_context=TINY_CONTEXT)
+
+
+def make_engine(model: Model, job: Job, *, shared: bool) -> tuple[ReferenceEngine, Pool]:
+    """An engine over a pool that holds twice the request, so that block ids differ between workers."""
+    tokens = len(job.prompt_ids) + job.limits.max_tokens_left + 1
+    config = model.config
+    layout = PoolLayout.paged(
+        range(config.layers),
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype="float32",
+        block_size=job.block_size,
+        num_blocks=2 * -(-tokens // job.block_size) + 1,
+        axis_order=job.axis_order,
+    )
+    pool = Pool.allocate(layout) if shared else Pool(np.zeros(layout.nbytes, np.uint8), layout)
+    return ReferenceEngine(model, layout, pool.array, chunk_tokens=CHUNK_TOKENS), pool
+
+
+@dataclass(slots=True)
+class Continuation:
+    """Tokens, text and one digest for each step's logits."""
+
+    tokens: list[int]
+    logits_digest: list[int]
+    text: str
+
+    def add(self, output: StepOutput) -> None:
+        self.tokens.append(output.token)
+        self.logits_digest.append(digest(output.logits))
+        self.text += output.text
+
+
+def digest(logits: NDArray[np.float32]) -> int:
+    """xxh3-64 of the bits of one step's logits."""
+    return xxhash.xxh3_64_intdigest(logits.data)
+
+
+def continue_to_end(
+    engine: ReferenceEngine, into: Continuation, max_tokens: int, on_progress: OnProgress
+) -> None:
+    """Step until the request is finished."""
+    while engine.request(REQUEST_ID).finish is None:
+        (output,) = engine.step([REQUEST_ID])
+        into.add(output)
+        on_progress("decode", len(into.tokens), max_tokens, output.text)
+
+
+def run_alone(model: Model, job: Job, on_progress: OnProgress) -> Continuation:
+    """Prefill and decode in this one process: what the handoff is compared with."""
+    engine, _ = make_engine(model, job, shared=False)
+    engine.submit(REQUEST_ID, job.prompt_ids, job.sampling, job.limits)
+    while not engine.prefill(REQUEST_ID):
+        on_progress("alone", engine.request(REQUEST_ID).kv_tokens, len(job.prompt_ids), "")
+    alone = Continuation([], [], "")
+
+    def count(_: str, done: int, total: int, text: str) -> None:
+        on_progress("alone", len(job.prompt_ids) + done, len(job.prompt_ids) + total, text)
+
+    continue_to_end(engine, alone, job.limits.max_tokens_left, count)
+    return alone

@@ -1,0 +1,187 @@
+"""A demo worker's process: prefill or decode, one request, then the end.
+
+Reads a Job and then a Begin as JSON lines on stdin; writes events as JSON lines on stdout. It
+ends when its stdin ends, so it does not outlive the demo.
+
+    python -m kvferry.demo.worker
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+import threading
+import time
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from kvferry.demo.records import Begin, Failed, Finished, Job, Progress, Ready, Ticketed, WorkerEvent
+from kvferry.demo.stage import (
+    CHUNK_TOKENS,
+    REQUEST_ID,
+    Continuation,
+    continue_to_end,
+    load_model,
+    make_engine,
+)
+from kvferry.engines.reference import ReferenceEngine
+from kvferry.errors import KVFerryError, LocalError
+from kvferry.layout import BlockTable
+from kvferry.protocol import read_ticket
+from kvferry.state import Exactness
+from kvferry.transfer import Endpoint, Move
+
+__all__ = ["main"]
+
+TIMEOUT_SECONDS = 30.0
+LEASE_SECONDS = 120.0
+
+
+def main() -> None:
+    """Entry of the child process."""
+    lines = sys.stdin.buffer
+    try:
+        job = msgspec.json.decode(lines.readline(), type=Job)
+        _run(job)
+    except KVFerryError as error:
+        emit(Failed(error.to_record()))
+    except Exception as error:  # noqa: BLE001 - the parent shows it; a silent child would look like a hang
+        emit(Failed(LocalError(f"the {sys.argv[0]} process failed: {error!r}").to_record()))
+
+
+def emit(event: WorkerEvent) -> None:
+    """One line for the parent."""
+    sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _progress(stage: str, done: int, total: int, text: str) -> None:
+    emit(Progress(stage, done, total, text))
+
+
+def _run(job: Job) -> None:
+    started = time.monotonic()
+    engine, pool = make_engine(load_model(job.model), job, shared=True)
+    requirements = engine.requirements()
+    with Endpoint.listen(job.address, pool=pool, name=job.role, requirements=requirements) as endpoint:
+        emit(Ready(time.monotonic() - started))
+        if job.role == "prefill":
+            _prefill(job, engine, endpoint)
+        else:
+            _decode(job, engine, endpoint)
+    pool.close()
+
+
+def _wait_for_begin() -> Begin:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        os._exit(1)  # the demo is gone; nothing here is worth keeping
+    # From here on the parent says nothing more: when its end closes, this process has no purpose.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    return msgspec.json.decode(line, type=Begin)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _prefill(job: Job, engine: ReferenceEngine, endpoint: Endpoint) -> None:
+    begin = _wait_for_begin()
+    total = len(job.prompt_ids)
+    engine.submit(REQUEST_ID, job.prompt_ids, job.sampling, job.limits)
+    tables = engine.tables(REQUEST_ID)
+    started = time.monotonic()
+    if job.mode == "pull":
+        while not engine.prefill(REQUEST_ID):
+            _progress("prefill", engine.request(REQUEST_ID).kv_tokens, total, "")
+        prefilled = time.monotonic()
+        state = engine.export_state(REQUEST_ID, Exactness.BITS)
+        ticket = endpoint.offer(state, tables, lease_seconds=LEASE_SECONDS)
+        emit(Ticketed(base64.b64encode(ticket).decode()))
+    else:
+        ticket = base64.b64decode(begin.ticket)
+        push = endpoint.push(ticket, tables, tokens=total, timeout_seconds=LEASE_SECONDS)
+        done = False
+        while not done:
+            # A layer is final for all tokens once the last chunk has passed it: it leaves at once.
+            last = engine.request(REQUEST_ID).kv_tokens + CHUNK_TOKENS >= total
+            done = engine.prefill(REQUEST_ID, push.layer if last else None)
+            _progress("prefill", engine.request(REQUEST_ID).kv_tokens, total, "")
+        prefilled = time.monotonic()
+        push.commit(engine.export_state(REQUEST_ID, Exactness.BITS))
+    exported = time.monotonic()
+    endpoint.outcome(ticket).result(LEASE_SECONDS)
+    engine.release(REQUEST_ID)
+    _finish(engine, Finished(0, 0, prefilled - started, exported - prefilled))
+
+
+def _decode(job: Job, engine: ReferenceEngine, endpoint: Endpoint) -> None:
+    if job.mode == "push":
+        tables = engine.allocate(len(job.prompt_ids) + 1)
+        ticket = endpoint.reserve(REQUEST_ID, len(job.prompt_ids), tables, lease_seconds=LEASE_SECONDS)
+        emit(Ticketed(base64.b64encode(ticket).decode()))
+        _wait_for_begin()
+        move = endpoint.arrival(ticket)
+    else:
+        ticket = base64.b64decode(_wait_for_begin().ticket)
+        tables = engine.allocate(read_ticket(ticket).tokens + 1)
+        move = endpoint.pull(ticket, tables, timeout_seconds=TIMEOUT_SECONDS)
+    state = move.result()
+    assert state is not None
+    arrived = time.monotonic()
+    engine.import_state(state, tables)
+    imported = time.monotonic()
+    made = Continuation([], [], "")
+    (first,) = engine.step([REQUEST_ID])
+    made.add(first)
+    stepped = time.monotonic()
+    move.started()
+    _progress("decode", 1, job.limits.max_tokens_left, first.text)
+    continue_to_end(engine, made, job.limits.max_tokens_left, _progress)
+    engine.release(REQUEST_ID)
+    _finish(
+        engine,
+        Finished(
+            0,
+            0,
+            import_seconds=imported - arrived,
+            first_step_seconds=stepped - imported,
+            memcpy_seconds=_memcpy_seconds(move),
+            tokens=made.tokens,
+            logits_digest=made.logits_digest,
+            text=made.text,
+            blocks_moved=_blocks(tables, engine.layout.groups[0].block_size, state.kv_tokens),
+            record=move.record,
+        ),
+    )
+
+
+def _finish(engine: ReferenceEngine, finished: Finished) -> None:
+    (group,) = engine.layout.groups
+    free = engine.pool.num_free_blocks
+    emit(msgspec.structs.replace(finished, free_blocks=free, num_blocks=group.num_blocks))
+
+
+def _blocks(tables: tuple[BlockTable, ...], block_size: int | None, tokens: int) -> int:
+    assert block_size is not None
+    return sum(min(len(table.ids), -(-tokens // block_size)) for table in tables)
+
+
+def _memcpy_seconds(move: Move) -> float:
+    """One-thread copy of as many bytes, touched before: the yardstick of this run on this machine."""
+    src = np.ones(max(1, move.record.nbytes), np.uint8)
+    dst = np.zeros_like(src)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(dst, src)
+        times.append(time.perf_counter() - started)
+    return median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Entry of the transfer process; see process.py."""
+
+from kvferry.transfer.process import main
+
+main()
