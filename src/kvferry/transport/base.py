@@ -15,17 +15,20 @@ The rules that all of them share:
 from __future__ import annotations
 
 import enum
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import KVFerryError
-from kvferry.layout import CopyPlan
+
+if TYPE_CHECKING:
+    from kvferry.layout import CopyPlan
 
 __all__ = [
     "MAX_FRAME_NBYTES",
@@ -55,13 +58,14 @@ class Direction(enum.StrEnum):
     WRITE = "write"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Memory:
     """A pool's bytes as this process sees them, and how others may reach them.
 
     ``array`` is uint8, one dimension, writable. ``fd`` is a sealed memfd that holds the same
-    bytes, or None for private memory. ``owner_pid`` and ``owner_address`` say where the bytes
-    lie for ``process_vm_readv``: the engine process, which need not be this process.
+    bytes, or None for private memory; it is owned, ``close`` gives it back. ``owner_pid`` and
+    ``owner_address`` say where the bytes lie for ``process_vm_readv``: the engine process, which
+    need not be this process.
     """
 
     array: NDArray[np.uint8]
@@ -73,26 +77,40 @@ class Memory:
     def nbytes(self) -> int:
         return self.array.nbytes
 
+    def close(self) -> None:
+        """Give the descriptor back and let go of the bytes; close the connections first. Safe to call twice.
+
+        Shared memory is unmapped when the last array over it goes, so no array ever dangles.
+        """
+        fd, self.fd = self.fd, None
+        self.array = np.empty(0, np.uint8)
+        if fd is not None:
+            os.close(fd)
+
 
 class CancelToken:
     """Set once, from any thread, to end a copy early; the first reason stays."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._lock = threading.Lock()
         self._error: KVFerryError | None = None
 
     def cancel(self, error: KVFerryError) -> None:
-        if self._error is None:
-            self._error = error
-        self._event.set()
+        with self._lock:
+            if self._error is None:
+                self._error = error
 
     @property
     def is_cancelled(self) -> bool:
-        return self._event.is_set()
+        return self._error is not None
+
+    @property
+    def error(self) -> KVFerryError | None:
+        """The reason given first; None while the token is not set."""
+        return self._error
 
     def raise_if_cancelled(self) -> None:
-        if self._event.is_set():
-            assert self._error is not None
+        if self._error is not None:
             raise self._error
 
 
@@ -160,6 +178,8 @@ class Connection(ABC):
     peer_address: str
     #: What carries payload here: ``tcp``, ``mapped``, ``cma``, ``inproc``. Recorded with each transfer.
     path: str
+    #: What a record of a transfer should say beside ``path``: whatever is not as one would want it.
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     async def send(self, frame: bytes) -> None:

@@ -1,0 +1,137 @@
+"""A data channel: one non-blocking stream socket that blocking data threads talk on by turns."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import KVFerryError
+from kvferry.transport.memory import address_of
+from kvferry.transport.patience import Patience
+from kvferry.transport.staging import STEP_NBYTES
+from kvferry.transport.vectored import IOVEC, IOVecs, read_vectored, write_vectored
+from kvferry.transport.wire import (
+    MARK,
+    MARK_MAGIC,
+    MAX_REASON_NBYTES,
+    Kind,
+    decode_reason,
+    encode_reason,
+    malformed,
+)
+
+__all__ = ["Channel", "make_marks", "vector_of"]
+
+
+def vector_of(*buffers: NDArray[np.generic]) -> IOVecs:
+    """One entry for each contiguous array; the arrays must outlive the call that uses it."""
+    return np.array([(address_of(buffer), buffer.nbytes) for buffer in buffers if buffer.nbytes], IOVEC)
+
+
+def make_marks(kind: Kind, nbytes: NDArray[np.int64] | int) -> NDArray[np.void]:
+    """Marks of one kind: dtype MARK, one for each entry of ``nbytes``."""
+    marks = np.empty(np.size(nbytes), MARK)
+    marks["magic"] = MARK_MAGIC
+    marks["kind"] = kind
+    marks["nbytes"] = nbytes
+    return marks
+
+
+class Channel:
+    """Takes over a connected socket. Not for two threads at once, save ``shut`` which ends both."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self.fd = sock.fileno()
+        #: Both sides are between requests; only such a channel may be used again.
+        self.is_in_step = True
+
+    def write(self, patience: Patience, *buffers: bytes | NDArray[np.generic]) -> None:
+        """Send the buffers one after the other."""
+        arrays = [np.frombuffer(b, np.uint8) if isinstance(b, bytes) else b for b in buffers if len(b)]
+        write_vectored(self.fd, vector_of(*arrays), patience)
+
+    def read(self, nbytes: int, patience: Patience) -> NDArray[np.uint8]:
+        """Receive exactly ``nbytes``; the caller has bounded them."""
+        data = np.empty(nbytes, np.uint8)
+        read_vectored(self.fd, vector_of(data), patience)
+        return data
+
+    def write_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
+        self.write(patience, make_marks(kind, nbytes))
+
+    def write_ended(self, error: KVFerryError, patience: Patience) -> None:
+        """Tell the peer why its copy ended."""
+        reason = encode_reason(error)
+        self.write(patience, make_marks(Kind.ENDED, len(reason)), reason)
+
+    def read_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
+        """Receive the mark that must come now. Raises PeerError with the reason for ENDED."""
+        self.check_mark(self.read(MARK.itemsize, patience).view(MARK)[0], kind, patience, nbytes)
+
+    def check_mark(self, mark: np.void, kind: Kind, patience: Patience, nbytes: int) -> None:
+        """Accept a mark that arrived if it is the expected one, else raise as ``read_mark`` does."""
+        if mark["magic"] != MARK_MAGIC:
+            raise malformed("bytes that are no mark", patience.peer)
+        if mark["kind"] == Kind.ENDED:
+            self.raise_reason(int(mark["nbytes"]), patience)
+        if mark["kind"] != kind or mark["nbytes"] != nbytes:
+            raise malformed(f"mark {mark['kind']} of {mark['nbytes']} bytes, not {kind.name}", patience.peer)
+
+    def raise_reason(self, nbytes: int, patience: Patience) -> NoReturn:
+        if nbytes > MAX_REASON_NBYTES:
+            raise malformed(f"a reason of {nbytes} bytes", patience.peer)
+        reason = self.read(nbytes, patience).tobytes()
+        self.is_in_step = True
+        raise decode_reason(reason, patience.peer)
+
+    def has_input(self) -> bool:
+        """The peer said something, or is gone; never waits."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def wait_input(self) -> bool:
+        """Wait, however long, for the peer to say something; False when it hung up instead."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        poll.poll()
+        try:
+            return bool(self._sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def drain(self, seconds: float) -> None:
+        """Throw away what still comes until the peer hangs up, so that it reads what was said to it.
+
+        A socket closed over unread bytes resets the connection, and the reset can overtake the
+        last words.
+        """
+        scratch = bytearray(STEP_NBYTES)
+        deadline = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            while poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                if not self._sock.recv_into(scratch):
+                    return
+
+    def shut(self) -> None:
+        """End both directions, from any thread; whoever waits on the channel wakes up."""
+        with contextlib.suppress(OSError):  # the peer was faster, or it is closed
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()

@@ -1,0 +1,181 @@
+"""Payload over a stream: frames of about 4 MiB, each behind a mark, straight from and into the pools.
+
+The sender gives marks and pieces to ``writev`` as one vector. The receiver knows the table, so it
+asks ``readv`` for the pieces of a frame and the mark after them; nothing that the peer sends can
+choose where bytes land. With integrity, or with small pieces, bytes go through a cache-hot
+staging buffer: received, summed in one call, then scattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.transport.channel import Channel, make_marks, vector_of
+from kvferry.transport.digest import ChunkDigests
+from kvferry.transport.memory import address_of
+from kvferry.transport.patience import Patience
+from kvferry.transport.staging import STEP_NBYTES, gather, scatter, step_starts, thread_staging
+from kvferry.transport.table import split_pieces
+from kvferry.transport.vectored import IOVEC, IOVecs, iovecs, read_vectored, write_vectored
+from kvferry.transport.wire import MARK, Kind
+
+__all__ = ["SMALL_NBYTES", "Frames", "receive_frames", "send_frames"]
+
+Int64 = NDArray[np.int64]
+
+# Four steps: a frame fills the socket buffers that autotuning reaches, and a cancel or a reason
+# waits for at most one frame.
+FRAME_NBYTES = 4 * STEP_NBYTES
+# Below this mean size the system calls' cost for each piece exceeds that of one more copy in cache.
+SMALL_NBYTES = 2048
+
+
+class Frames:
+    """A table of one side's memory, cut into frames; both sides cut the same way."""
+
+    def __init__(self, array: NDArray[np.uint8], offset: Int64, nbytes: Int64) -> None:
+        self.array = array
+        self.nbytes, (self.offset,) = split_pieces(nbytes, offset)
+        self.starts = step_starts(self.nbytes, FRAME_NBYTES)
+        ends = np.concatenate(([0], np.cumsum(self.nbytes)))
+        self.frame_nbytes = np.diff(ends[self.starts])
+        self.total_nbytes = int(ends[-1])
+        self.is_small = self.total_nbytes < SMALL_NBYTES * len(self.nbytes)
+
+    def __len__(self) -> int:
+        return len(self.frame_nbytes)
+
+    def woven(self, marks: NDArray[np.void]) -> tuple[IOVecs, list[int]]:
+        """Mark, pieces, mark, pieces, ..., mark as one vector; and where each mark is in it."""
+        pieces = iovecs(address_of(self.array), self.offset, self.nbytes)
+        vector = np.empty(len(pieces) + len(marks), IOVEC)
+        at = self.starts + np.arange(len(marks))
+        is_piece = np.ones(len(vector), np.bool_)
+        is_piece[at] = False
+        vector[is_piece] = pieces
+        vector["base"][at] = address_of(marks) + np.arange(len(marks), dtype=np.uint64) * np.uint64(
+            MARK.itemsize
+        )
+        vector["nbytes"][at] = MARK.itemsize
+        return vector, at.tolist()
+
+    def steps(self, frame: int) -> list[tuple[int, int]]:
+        """First and last + 1 piece of each staging step of one frame."""
+        first, last = self.starts[frame : frame + 2].tolist()
+        return list(pairwise((first + step_starts(self.nbytes[first:last])).tolist()))
+
+
+def send_frames(
+    channel: Channel, frames: Frames, patience: Patience, on_input: Callable[[], NoReturn] | None = None
+) -> None:
+    """Send every frame and the closing mark; in step again at the end.
+
+    The limits' tokens are looked at between frames: a token that is set there leaves the channel
+    in step, so the peer can be told why, in place of the next mark.
+    Raises TransportError, DeadlineError or a token's error.
+    """
+    marks = np.concatenate(
+        (make_marks(Kind.DATA, frames.frame_nbytes), make_marks(Kind.DONE, frames.total_nbytes))
+    )
+    send = _staged_sender if frames.is_small else _direct_sender
+    send_frame = send(channel, frames, marks, patience, on_input)
+    for frame in range(len(frames)):
+        channel.is_in_step = True
+        patience.check()
+        channel.is_in_step = False
+        send_frame(frame)
+    write_vectored(channel.fd, vector_of(marks[-1:]), patience, on_input)
+    channel.is_in_step = True
+
+
+def _direct_sender(
+    channel: Channel,
+    frames: Frames,
+    marks: NDArray[np.void],
+    patience: Patience,
+    on_input: Callable[[], NoReturn] | None,
+) -> Callable[[int], None]:
+    """Sends the mark and the pieces of a frame from where they are."""
+    vector, at = frames.woven(marks)
+
+    def send(frame: int) -> None:
+        write_vectored(channel.fd, vector[at[frame] : at[frame + 1]], patience, on_input)
+
+    return send
+
+
+def _staged_sender(
+    channel: Channel,
+    frames: Frames,
+    marks: NDArray[np.void],
+    patience: Patience,
+    on_input: Callable[[], NoReturn] | None,
+) -> Callable[[int], None]:
+    """Sends the mark of a frame, then its pieces gathered step by step."""
+    staging = thread_staging()
+
+    def send(frame: int) -> None:
+        mark = marks[frame : frame + 1]
+        for first, last in frames.steps(frame):
+            sizes = frames.nbytes[first:last]
+            staged = staging[: int(sizes.sum())]
+            gather(frames.array, frames.offset[first:last], sizes, staged)
+            write_vectored(channel.fd, vector_of(mark, staged), patience, on_input)
+            mark = marks[:0]
+
+    return send
+
+
+def receive_frames(channel: Channel, frames: Frames, patience: Patience, sums: ChunkDigests | None) -> None:
+    """Receive every frame into its pieces and check the marks; feed the bytes to ``sums`` if given.
+
+    Raises PeerError for a mark out of place or with the reason that the sender gave, else as
+    ``send_frames``; then the pieces are filled up to somewhere.
+    """
+    marks = np.zeros(len(frames) + 1, MARK)
+    read_vectored(channel.fd, vector_of(marks[:1]), patience)
+    if sums is not None or frames.is_small:
+        receive = _staged_receiver(channel, frames, marks, patience, sums)
+    else:
+        receive = _direct_receiver(channel, frames, marks, patience)
+    for frame, nbytes in enumerate(frames.frame_nbytes.tolist()):
+        channel.check_mark(marks[frame], Kind.DATA, patience, nbytes)
+        receive(frame)
+    channel.check_mark(marks[-1], Kind.DONE, patience, frames.total_nbytes)
+
+
+def _direct_receiver(
+    channel: Channel, frames: Frames, marks: NDArray[np.void], patience: Patience
+) -> Callable[[int], None]:
+    """Receives the pieces of a frame in place, and the mark behind it."""
+    vector, at = frames.woven(marks)
+
+    def receive(frame: int) -> None:
+        read_vectored(channel.fd, vector[at[frame] + 1 : at[frame + 1] + 1], patience)
+
+    return receive
+
+
+def _staged_receiver(
+    channel: Channel, frames: Frames, marks: NDArray[np.void], patience: Patience, sums: ChunkDigests | None
+) -> Callable[[int], None]:
+    """Receives a frame step by step into staging, and the mark behind it; sums, then scatters."""
+    staging = thread_staging()
+
+    def receive(frame: int) -> None:
+        steps = frames.steps(frame)
+        for first, last in steps:
+            sizes = frames.nbytes[first:last]
+            staged = staging[: int(sizes.sum())]
+            mark = marks[frame + 1 : frame + 2] if last == steps[-1][1] else marks[:0]
+            read_vectored(channel.fd, vector_of(staged, mark), patience)
+            if sums is not None:
+                sums.feed(staged)
+            scatter(frames.array, frames.offset[first:last], sizes, staged)
+
+    return receive

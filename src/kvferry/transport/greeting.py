@@ -1,0 +1,123 @@
+"""The first bytes on every socket: who I am and what this socket is for.
+
+The side that connects greets. A control socket is answered with the connection's token, 16
+random bytes; whoever opens a data channel shows it, so a channel joins only its own connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import socket
+import struct
+from collections.abc import Iterator
+
+from kvferry.errors import DeadlineError, PeerError, TransportError
+
+__all__ = [
+    "GREETING_SECONDS",
+    "TOKEN_NBYTES",
+    "Role",
+    "cannot_connect",
+    "closing_on_failure",
+    "connect_timed_out",
+    "join",
+    "read_exactly",
+    "read_greeting",
+    "write_greeting",
+]
+
+GREETING_SECONDS = 5.0
+TOKEN_NBYTES = 16
+
+_GREETING = struct.Struct(f"<7sBB{TOKEN_NBYTES}s")
+_MAGIC = b"KVFERRY"
+_VERSION = 1
+
+
+class Role(enum.IntEnum):
+    """What a socket is for, in the words of the side that opened it."""
+
+    CONTROL = 1
+    OPENER_ASKS = 2
+    OPENER_SERVES = 3
+    ACCEPTED = 4
+
+
+async def join(sock: socket.socket, role: Role, token: bytes, peer: str) -> None:
+    """Greet as a data channel of the connection with ``token``. On failure closes ``sock``."""
+    with closing_on_failure(sock):
+        try:
+            await write_greeting(sock, role, token)
+        except OSError as error:
+            raise cannot_connect(peer, error) from error
+
+
+async def write_greeting(sock: socket.socket, role: Role, token: bytes = bytes(TOKEN_NBYTES)) -> None:
+    """Send the greeting. Raises OSError."""
+    await asyncio.get_running_loop().sock_sendall(sock, _GREETING.pack(_MAGIC, _VERSION, role, token))
+
+
+async def read_greeting(sock: socket.socket, peer: str) -> tuple[Role, bytes]:
+    """Role and token. Raises PeerError for anything else than a greeting of this version, OSError."""
+    data = await read_exactly(sock, _GREETING.size)
+    magic, version, role, token = _GREETING.unpack(data)
+    if magic != _MAGIC or version != _VERSION or role not in set(Role):
+        raise _not_a_greeting(repr(data[:8]), peer)
+    return Role(role), token
+
+
+async def read_exactly(sock: socket.socket, nbytes: int) -> bytes:
+    """``nbytes`` from a non-blocking socket. Raises ConnectionError when it ends before."""
+    loop = asyncio.get_running_loop()
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    while view:
+        got = await loop.sock_recv_into(sock, view)
+        if not got:
+            raise ConnectionResetError("the peer hung up")
+        view = view[got:]
+    return bytes(data)
+
+
+def cannot_connect(peer: str, error: OSError) -> TransportError:
+    """The error for a peer that cannot be reached."""
+    return TransportError(
+        f"cannot connect: {error.strerror or error}",
+        phase="connect",
+        peer=peer,
+        now_true="nothing is held",
+        next_step="check that the peer listens at this address",
+    )
+
+
+def connect_timed_out(peer: str, seconds: float) -> DeadlineError:
+    """The error for a peer that did not answer in time."""
+    return DeadlineError(
+        f"no connection within {seconds:g} s",
+        phase="connect",
+        peer=peer,
+        now_true="nothing is held",
+        next_step="check that the peer is alive, or allow more time",
+    )
+
+
+@contextlib.contextmanager
+def closing_on_failure(sock: socket.socket) -> Iterator[None]:
+    """Close ``sock`` if the block raises."""
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _not_a_greeting(what: str, peer: str) -> PeerError:
+    return PeerError(
+        f"the peer greets with {what}, not as kvferry transport version {_VERSION}",
+        phase="connect",
+        peer=peer,
+        now_true="nothing is held",
+        next_step="check the address, and run the same kvferry on both sides",
+    )

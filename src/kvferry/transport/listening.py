@@ -1,0 +1,72 @@
+"""Accepting sockets: each is greeted in a task of its own, so a silent peer holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+
+from kvferry.errors import KVFerryError
+from kvferry.transport.base import Listener
+from kvferry.transport.greeting import GREETING_SECONDS
+
+__all__ = ["BACKLOG", "SocketListener"]
+
+BACKLOG = 128
+
+# More peers than this at once in their first five seconds: the oldest is dropped.
+MAX_GREETING = 256
+
+_log = logging.getLogger(__name__)
+
+
+class SocketListener(Listener):
+    """Owns a listening socket. ``greet`` takes a fresh socket over, or raises and leaves it to be closed."""
+
+    def __init__(
+        self, sock: socket.socket, address: str, greet: Callable[[socket.socket], Awaitable[None]]
+    ) -> None:
+        self.address = address
+        self._sock = sock
+        self._greet = greet
+        self._greeting: dict[asyncio.Task[None], None] = {}
+        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+
+    async def close(self) -> None:
+        tasks = [self._accepting, *self._greeting]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._sock.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._sock)
+            except OSError as error:
+                # A peer that is gone already costs nothing; no descriptors left costs a second.
+                _log.warning("%s: cannot accept: %s", self.address, error)
+                await asyncio.sleep(0 if isinstance(error, ConnectionError) else 1.0)
+                continue
+            if len(self._greeting) >= MAX_GREETING:
+                next(iter(self._greeting)).cancel()
+            task = loop.create_task(self._welcome(sock))
+            self._greeting[task] = None
+            task.add_done_callback(lambda done: self._greeting.pop(done, None))
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(sock.close)
+            sock.setblocking(False)
+            try:
+                async with asyncio.timeout(GREETING_SECONDS):
+                    await self._greet(sock)
+            except (OSError, TimeoutError, KVFerryError) as error:
+                _log.info("%s: dropped a peer: %s", self.address, error or "it said nothing in time")
+            except Exception:  # noqa: BLE001 - on_connection is the caller's code; logged, and it has no connection
+                _log.exception("%s: a peer could not be handed over", self.address)
+            else:
+                on_failure.pop_all()

@@ -1,0 +1,153 @@
+"""The data channels that the peer asks on: a thread each, asleep in the kernel between requests."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvferry.errors import KVFerryError, LocalError, PeerError, TransportError
+from kvferry.transport.address import MAX_STREAMS
+from kvferry.transport.base import CancelToken, Direction, Guard, Memory
+from kvferry.transport.channel import Channel
+from kvferry.transport.patience import Patience
+from kvferry.transport.users import Users
+from kvferry.transport.wire import REQUEST, Kind, Operation, Request, decode, malformed, tables_nbytes
+
+__all__ = ["Handler", "Serving"]
+
+# From the first byte of a request to the end of its tables.
+REQUEST_SECONDS = 10.0
+# How long a refused peer may take to notice; it costs this thread, and nobody else, that time.
+DRAIN_SECONDS = 2.0
+
+_log = logging.getLogger(__name__)
+
+#: Serves one admitted request; raises whatever ends it early.
+Handler = Callable[[Channel, Request, Patience], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a connection serves from: its memory, who admits, and one handler for each operation."""
+
+    memory: Memory
+    guard: Guard
+    handlers: Mapping[Operation, Handler]
+
+
+class Serving:
+    """The serving threads of one connection. They end when their channel or ``ended`` does."""
+
+    def __init__(self, served: Served, peer: str, users: Users, ended: CancelToken) -> None:
+        self._served = served
+        self._peer = peer
+        self._users = users
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._threads: dict[Channel, threading.Thread] = {}
+
+    def start(self, channel: Channel) -> bool:
+        """Serve a channel until it ends; False when there are too many, and the caller closes it."""
+        with self._lock:
+            self._threads = {c: thread for c, thread in self._threads.items() if thread.is_alive()}
+            if len(self._threads) >= MAX_STREAMS:
+                return False
+            try:
+                self._users.enter()
+            except KVFerryError:
+                return False
+            name = f"kvferry serves {self._peer}"
+            thread = threading.Thread(target=self._run, args=(channel,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread to give
+                self._users.leave()
+                return False
+            self._threads[channel] = thread
+            return True
+
+    def shut(self) -> None:
+        """Wake every serving thread; from any thread."""
+        with self._lock:
+            for channel in self._threads:
+                channel.shut()
+
+    def join(self) -> None:
+        """Wait for threads that have left already to be gone."""
+        with self._lock:
+            threads = list(self._threads.values())
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _run(self, channel: Channel) -> None:
+        try:
+            while channel.is_in_step and channel.wait_input():
+                self._serve(channel)
+        except KVFerryError as error:
+            _log.debug("%s: %s", self._peer, error)
+        finally:
+            channel.close()
+            self._users.leave()
+
+    def _serve(self, channel: Channel) -> None:
+        """Serve one request; on return the channel is in step, or the peer was told why it is not."""
+        channel.is_in_step = False
+        patience = Patience(time.monotonic() + REQUEST_SECONDS, (self._ended,), self._peer, "request")
+        try:
+            request = self._read_request(channel, patience)
+        except PeerError as error:
+            self._tell(channel, error)
+            channel.drain(DRAIN_SECONDS)
+            return
+        try:
+            self._admit_and_serve(channel, request)
+        except TransportError:
+            raise
+        except KVFerryError as error:
+            self._refuse(channel, request, error)
+        except Exception as error:  # noqa: BLE001 - the guard is the caller's code; logged, ends the channel
+            _log.exception("%s: serving a request failed", self._peer)
+            self._refuse(channel, request, LocalError(f"the other side failed: {type(error).__name__}"))
+            channel.is_in_step = False
+
+    def _read_request(self, channel: Channel, patience: Patience) -> Request:
+        head = channel.read(REQUEST.size, patience).tobytes()
+        tables = channel.read(tables_nbytes(head, self._peer), patience)
+        request = decode(head, tables, self._served.memory.nbytes, self._peer)
+        if request.operation not in self._served.handlers:
+            raise malformed(f"operation {request.operation.name}, which this transport has not", self._peer)
+        return request
+
+    def _admit_and_serve(self, channel: Channel, request: Request) -> None:
+        direction = Direction.WRITE if request.operation is Operation.WRITE else Direction.READ
+        guard = self._served.guard
+        deadline = time.monotonic() + request.seconds
+        # A reader has said all that it had to say: in step until its answer begins.
+        channel.is_in_step = direction is Direction.READ
+        token = guard.enter(request.transfer_id, direction, request.offset, request.nbytes)
+        try:
+            patience = Patience(deadline, (self._ended, token), self._peer)
+            self._served.handlers[request.operation](channel, request, patience)
+        finally:
+            guard.leave(request.transfer_id)
+        if direction is Direction.WRITE:
+            # It has landed: that the grant ends from here on is for the protocol to say.
+            patience = Patience(deadline, (self._ended,), self._peer)
+            channel.write_mark(Kind.DONE, patience, int(request.nbytes.sum()))
+            channel.is_in_step = True
+
+    def _refuse(self, channel: Channel, request: Request, error: KVFerryError) -> None:
+        if channel.is_in_step or request.operation is Operation.WRITE:
+            self._tell(channel, error)
+        if not channel.is_in_step:
+            channel.drain(DRAIN_SECONDS if request.operation is Operation.WRITE else 0.0)
+
+    def _tell(self, channel: Channel, error: KVFerryError) -> None:
+        patience = Patience(time.monotonic() + DRAIN_SECONDS, (self._ended,), self._peer)
+        with contextlib.suppress(KVFerryError):  # the peer may be gone, which it then knows itself
+            channel.write_ended(error, patience)

@@ -1,0 +1,103 @@
+"""How two sides of a socket transport become a connection, whatever the kind of socket.
+
+    connecting side: greeting, what it says of itself -> accepting side
+    accepting side:  builds its connection, then the token, what it says of itself -> connecting side
+    connecting side: builds its connection, opens the first data channels with the token
+
+The token goes out last, so a data channel always finds its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import weakref
+from abc import abstractmethod
+from collections.abc import AsyncIterator
+
+from kvferry.errors import KVFerryError, PeerError
+from kvferry.transport.address import Address
+from kvferry.transport.base import Guard, Memory, OnConnection, Transport
+from kvferry.transport.connection import OpenChannel, SocketConnection
+from kvferry.transport.control import broken
+from kvferry.transport.greeting import TOKEN_NBYTES, Role, cannot_connect, read_greeting, write_greeting
+
+__all__ = ["SocketTransport"]
+
+
+class SocketTransport(Transport):
+    """A transport with the two hooks below; it opens and accepts sockets itself."""
+
+    def __init__(self, memory: Memory, guard: Guard) -> None:
+        super().__init__(memory, guard)
+        self._accepted: weakref.WeakValueDictionary[bytes, SocketConnection] = weakref.WeakValueDictionary()
+
+    @abstractmethod
+    async def _say(self, sock: socket.socket) -> None:
+        """Send what the peer must know beside the greeting. Raises OSError."""
+
+    @abstractmethod
+    async def _hear(
+        self, sock: socket.socket, peer: str, address: Address, open_channel: OpenChannel | None
+    ) -> SocketConnection:
+        """Receive what the peer says, and build a connection that is not yet started."""
+
+    async def _begin(
+        self, sock: socket.socket, address: Address, open_channel: OpenChannel, token: bytearray
+    ) -> SocketConnection:
+        """Become a connection over a fresh control socket; fills ``token`` for ``open_channel``."""
+        peer = str(address)
+        try:
+            await write_greeting(sock, Role.CONTROL)
+            await self._say(sock)
+            role, token[:] = await read_greeting(sock, peer)
+            if role is not Role.ACCEPTED:
+                raise PeerError("the peer greets as one that connects", phase="connect", peer=peer)
+            connection = await self._hear(sock, peer, address, open_channel)
+        except OSError as error:
+            raise cannot_connect(peer, error) from error
+        async with _given_up_on_failure(connection):
+            await connection.start(sock)
+        return connection
+
+    async def _accept(
+        self, sock: socket.socket, peer: str, address: Address, on_connection: OnConnection
+    ) -> None:
+        """Take over an accepted socket: a new connection, or a data channel of one."""
+        role, token = await read_greeting(sock, peer)
+        if role is not Role.CONTROL:
+            self._attach(token, sock, role, peer)
+            return
+        connection = await self._hear(sock, peer, address, None)
+        async with _given_up_on_failure(connection):
+            token = secrets.token_bytes(TOKEN_NBYTES)
+            self._accepted[token] = connection
+            await write_greeting(sock, Role.ACCEPTED, token)
+            await self._say(sock)
+            await connection.start(sock)
+            on_connection(connection)
+
+    def _attach(self, token: bytes, sock: socket.socket, role: Role, peer: str) -> None:
+        connection = self._accepted.get(token)
+        if connection is None or role not in (Role.OPENER_ASKS, Role.OPENER_SERVES):
+            raise PeerError(
+                "the peer shows a token of no connection",
+                phase="connect",
+                peer=peer,
+                now_true="the channel was dropped",
+                next_step="connect again",
+            )
+        connection.attach(sock, role)
+
+
+@contextlib.asynccontextmanager
+async def _given_up_on_failure(connection: SocketConnection) -> AsyncIterator[None]:
+    """If the block raises, nothing is left of the connection."""
+    try:
+        yield
+    except BaseException as error:
+        reason = broken(f"it could not be set up: {type(error).__name__}", connection.peer_address)
+        connection.abort(error if isinstance(error, KVFerryError) else reason)
+        await connection.close()
+        raise

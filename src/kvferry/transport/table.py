@@ -1,0 +1,111 @@
+"""The tables of a copy: cut for several channels, cut for staging, checked against a memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import LocalError
+from kvferry.transport.base import Copy, Direction
+from kvferry.transport.staging import STEP_NBYTES
+
+__all__ = ["MAX_PIECES", "Part", "first_outside", "lanes_for", "split_copy", "split_pieces"]
+
+Int64 = NDArray[np.int64]
+
+# Pieces of one request on one channel: 16 MiB of tables, 4 GiB of 4 KiB blocks.
+MAX_PIECES = 1 << 20
+# Where a part is cut: a chunk, of at most about 1 MiB, still fits above it with pieces of 16 bytes.
+_PART_PIECES = MAX_PIECES - (MAX_PIECES >> 4)
+# A copy is spread over several channels only where each gets enough to be worth a thread.
+MIN_PART_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Whole chunks of a plan, in plan order: what one request moves over one channel.
+
+    ``here`` and ``there``: int64 offsets of each piece in this side's and the peer's memory;
+    ``nbytes``: int64, above 0. ``chunk_end``: int64, where each chunk ends in the stream of the
+    pieces' bytes; ``chunk_id``: int64.
+    """
+
+    here: Int64
+    there: Int64
+    nbytes: Int64
+    chunk_end: Int64
+    chunk_id: Int64
+
+    def swapped(self) -> Part:
+        """The same copy as the other side sees it."""
+        return replace(self, here=self.there, there=self.here)
+
+    @property
+    def total_nbytes(self) -> int:
+        return int(self.chunk_end[-1]) if len(self.chunk_end) else 0
+
+
+def split_copy(copy: Copy, direction: Direction, here_nbytes: int, streams: int = 1) -> list[Part]:
+    """Cut a plan into parts for ``streams`` channels, at chunk borders; an empty plan has none.
+
+    Raises LocalError when a piece lies outside of this side's memory of ``here_nbytes``.
+    """
+    plan = copy.plan
+    reads = direction is Direction.READ
+    here, there = (plan.dst_offset, plan.src_offset) if reads else (plan.src_offset, plan.dst_offset)
+    bad = first_outside(here, plan.nbytes, here_nbytes)
+    if bad is not None:
+        raise LocalError(
+            f"piece {bad} of the copy plan, {plan.nbytes[bad]} bytes at {here[bad]}, lies outside of "
+            f"this side's memory of {here_nbytes} bytes",
+            phase="move",
+            now_true="nothing was moved",
+            next_step="make the plan with the layout of this memory",
+        )
+    ends = np.concatenate(([0], np.cumsum(plan.nbytes)))
+    chunk_at = ends[plan.chunk_start]
+    total = int(ends[-1])
+    count = lanes_for(total, streams)
+    share = np.minimum(chunk_at[:-1] * count // max(total, 1), count - 1)
+    window = plan.chunk_start[:-1] // _PART_PIECES
+    cut = np.flatnonzero((share[1:] != share[:-1]) | (window[1:] != window[:-1])) + 1
+    borders = np.concatenate(([0], cut, [len(plan.chunk_id)])).tolist()
+    parts = []
+    for first, last in pairwise(borders):
+        pieces = slice(int(plan.chunk_start[first]), int(plan.chunk_start[last]))
+        parts.append(
+            Part(
+                here[pieces],
+                there[pieces],
+                plan.nbytes[pieces],
+                chunk_at[first + 1 : last + 1] - chunk_at[first],
+                plan.chunk_id[first:last],
+            )
+        )
+    return [part for part in parts if part.total_nbytes]
+
+
+def lanes_for(total_nbytes: int, streams: int) -> int:
+    """How many of ``streams`` threads a copy of so many bytes is worth."""
+    return max(1, min(streams, total_nbytes // MIN_PART_NBYTES))
+
+
+def split_pieces(nbytes: Int64, *offsets: Int64, limit: int = STEP_NBYTES) -> tuple[Int64, tuple[Int64, ...]]:
+    """Cut pieces above ``limit`` bytes into several; the bytes and their order stay."""
+    if not len(nbytes) or int(nbytes.max()) <= limit:
+        return nbytes, offsets
+    counts = np.maximum(-(-nbytes // limit), 1)
+    first = np.cumsum(counts) - counts
+    within = (np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(first, counts)) * limit
+    sizes = np.minimum(np.repeat(nbytes, counts) - within, limit)
+    return sizes, tuple(np.repeat(offset, counts) + within for offset in offsets)
+
+
+def first_outside(offset: Int64, nbytes: Int64, limit: int) -> int | None:
+    """Index of the first piece that is empty or does not lie inside [0, limit); None if all do."""
+    # No sum of two numbers from the peer: it could wrap around.
+    bad = (nbytes < 1) | (offset < 0) | (nbytes > limit) | (offset > limit - np.minimum(nbytes, limit))
+    return int(np.argmax(bad)) if np.any(bad) else None

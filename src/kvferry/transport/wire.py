@@ -1,0 +1,168 @@
+"""What is said on a data channel: a request with its tables, then marks between payload.
+
+    request   REQUEST, offset[pieces], nbytes[pieces], chunk_end[chunks], chunk_id[chunks]
+    mark      MARK: a kind and a number of bytes, 16 bytes
+
+read     asker: request                        server: DATA frame DATA frame ... DONE, or ENDED
+write    asker: request DATA frame ... DONE    server: DONE, or ENDED at any time
+look     asker: request ... RELEASE            server: ADMITTED, or ENDED at any time
+
+``look`` admits the asker to read the server's memory itself. ENDED is followed by a reason of as
+many bytes as its mark says. All integers are little-endian; tables are int64. Every number is
+bounded before anything is allocated by it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import ErrorRecord, KVFerryError, PeerError
+from kvferry.transport.base import TRANSFER_ID_NBYTES
+from kvferry.transport.table import MAX_PIECES, first_outside
+
+__all__ = ["MARK", "MAX_REASON_NBYTES", "REQUEST", "Kind", "Operation", "Request", "encode_reason", "refusal"]
+
+Int64 = NDArray[np.int64]
+
+REQUEST = struct.Struct(f"<4sBBH{TRANSFER_ID_NBYTES}sdQQ")
+MARK = np.dtype([("magic", "<u4"), ("kind", "<u4"), ("nbytes", "<u8")])
+MARK_MAGIC = int.from_bytes(b"KVFM", "little")
+MAX_REASON_NBYTES = 64 << 10
+MAX_SECONDS = 24 * 3600.0
+
+_REQUEST_MAGIC = b"KVFQ"
+
+
+class Operation(enum.IntEnum):
+    """What a request asks for."""
+
+    READ = 1
+    WRITE = 2
+    LOOK = 3
+
+
+class Kind(enum.IntEnum):
+    """What a mark says."""
+
+    DATA = 1
+    DONE = 2
+    ADMITTED = 3
+    RELEASE = 4
+    ENDED = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One request as both sides know it. Offsets are in the server's memory."""
+
+    operation: Operation
+    transfer_id: bytes
+    seconds: float
+    integrity: bool
+    offset: Int64
+    nbytes: Int64
+    chunk_end: Int64
+    chunk_id: Int64
+
+    def encode(self) -> list[bytes | Int64]:
+        """The request as buffers to send one after the other."""
+        head = REQUEST.pack(
+            _REQUEST_MAGIC,
+            self.operation,
+            self.integrity,
+            0,
+            self.transfer_id,
+            max(0.0, min(self.seconds, MAX_SECONDS)),
+            len(self.offset),
+            len(self.chunk_id),
+        )
+        return [head, self.offset, self.nbytes, self.chunk_end, self.chunk_id]
+
+
+def tables_nbytes(head: bytes, peer: str) -> int:
+    """How many bytes of tables follow this head. Raises PeerError when it is not within bounds."""
+    magic, operation, integrity, zero, _, seconds, pieces, chunks = REQUEST.unpack(head)
+    if (
+        magic != _REQUEST_MAGIC
+        or operation not in set(Operation)
+        or integrity > 1
+        or zero
+        or not math.isfinite(seconds)
+        or not 0 <= seconds <= MAX_SECONDS
+        or not 0 < pieces <= MAX_PIECES
+        or chunks > MAX_PIECES
+        or (chunks > 0) != (operation == Operation.WRITE)
+    ):
+        raise malformed("a request head with values that are not allowed", peer)
+    return int(16 * (pieces + chunks))
+
+
+def decode(head: bytes, tables: NDArray[np.uint8], memory_nbytes: int, peer: str) -> Request:
+    """The request of a checked head and its tables. Raises PeerError for a table that cannot be served."""
+    _, operation, integrity, _, transfer_id, seconds, pieces, chunks = REQUEST.unpack(head)
+    numbers = tables.view("<i8").astype(np.int64, copy=False)
+    offset, nbytes = numbers[:pieces], numbers[pieces : 2 * pieces]
+    chunk_end, chunk_id = numbers[2 * pieces :].reshape(2, chunks)
+    bad = first_outside(offset, nbytes, memory_nbytes)
+    if bad is not None:
+        piece = f"piece {bad}, {nbytes[bad]} bytes at {offset[bad]}"
+        raise malformed(f"{piece}, outside of the memory of {memory_nbytes} bytes", peer)
+    # 2**20 pieces of up to 2**47 bytes pass int64; no transfer is near that.
+    total = float(nbytes.astype(np.float64).sum())
+    if total >= 2.0**62:
+        raise malformed("a table of more bytes than any memory has", peer)
+    if chunks and (np.any(np.diff(chunk_end, prepend=0) < 0) or int(chunk_end[-1]) != int(nbytes.sum())):
+        raise malformed("chunks that do not cover the pieces", peer)
+    return Request(
+        Operation(operation), transfer_id, seconds, bool(integrity), offset, nbytes, chunk_end, chunk_id
+    )
+
+
+def malformed(what: str, peer: str) -> PeerError:
+    """The error for bytes that no kvferry of this version sends."""
+    return PeerError(
+        f"the peer sent {what}",
+        phase="move",
+        peer=peer,
+        next_step="run the same kvferry on both sides",
+    )
+
+
+def encode_reason(error: KVFerryError) -> bytes:
+    """An error as the reason after ENDED."""
+    encoded = msgspec.msgpack.encode(error.to_record())
+    if len(encoded) > MAX_REASON_NBYTES:
+        short = msgspec.structs.replace(
+            error.to_record(), message=error.message[:1000], now_true="", next_step=""
+        )
+        encoded = msgspec.msgpack.encode(short)
+    return encoded
+
+
+def decode_reason(encoded: bytes, peer: str) -> PeerError:
+    """The error that ended a copy at the other side, as this side reports it."""
+    try:
+        record = msgspec.msgpack.decode(encoded, type=ErrorRecord)
+    except msgspec.DecodeError:
+        return malformed("a reason that cannot be read", peer)
+    return refusal(record, peer)
+
+
+def refusal(record: ErrorRecord, peer: str) -> PeerError:
+    """A PeerError that carries the peer's own words."""
+    return PeerError(
+        f"the peer refused or ended the copy: {record.message} ({record.kind})",
+        request_id=record.request_id,
+        phase="move",
+        peer=peer,
+        bytes_done=record.bytes_done,
+        now_true="some of the destination bytes may have changed; nothing was committed",
+        next_step=record.next_step or "see the peer's log",
+    )
