@@ -1,8 +1,124 @@
-"""``kvferry size``."""
+"""``kvferry size``: how many bytes a request's state is."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-def size(model: str) -> None:
-    """Say how many bytes a request's state is."""
-    print(model)
+from cyclopts import Parameter, Token
+
+from kvferry.errors import InputError
+
+if TYPE_CHECKING:
+    from kvferry.model import ModelShape
+    from kvferry.size import KVSize
+
+
+def _whole_number(_type: object, tokens: Sequence[Token]) -> int:
+    # The converter of cyclopts would round 5.7 to 6.
+    text = tokens[0].value
+    try:
+        return int(text[:40])
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is not a whole number") from None
+
+
+Whole = Annotated[int, Parameter(converter=_whole_number)]
+Flag = Parameter(negative="")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeOptions:
+    """What is asked about every model given."""
+
+    tokens: Whole
+    "Tokens with KV: prompt and output so far."
+    cached: Whole = 0
+    "Prefix tokens that decode holds already; counted in whole blocks."
+    kv_dtype: str | None = None
+    "Dtype of K and V (bf16, fp8_e4m3, nvfp4, q8_0, fp8_ds_mla, ...). Default: the config's own."
+    k_dtype: str | None = None
+    "Dtype of K, over --kv-dtype."
+    v_dtype: str | None = None
+    "Dtype of V, over --kv-dtype."
+    tp: Whole = 1
+    "Tensor-parallel ranks."
+    pp: Whole = 1
+    "Pipeline-parallel stages."
+    block_size: Whole | None = None
+    "Tokens per block. Default: not paged, sizes are exact."
+    draft: str | None = None
+    "Add the draft's cache: mtp, eagle, or the draft model's own config."
+    draft_layers: Whole | None = None
+    "Draft layers with a cache. Default: what the config declares (mtp), 1 (eagle)."
+    encoder_tokens: Whole | None = None
+    "Length of what cross attention reads, where the model does not fix it."
+    last_logits: Annotated[bool, Flag] = False
+    "The state carries a row of logits instead of a pending token."
+
+    def shape_of(self, model: str) -> ModelShape:
+        """The model's shape, with the draft that was asked for."""
+        from kvferry.model import load_shape, with_draft
+
+        shape = load_shape(model)
+        return shape if self.draft is None else with_draft(shape, self.draft, self.draft_layers)
+
+    def size_of(self, shape: ModelShape, tokens: int | None = None) -> KVSize:
+        """The size as asked; at another number of tokens (``tokens``), with nothing cached."""
+        from kvferry.size import kv_size
+
+        return kv_size(
+            shape,
+            self.tokens if tokens is None else tokens,
+            cached_tokens=self.cached if tokens is None else 0,
+            kv_dtype=self.kv_dtype,
+            k_dtype=self.k_dtype,
+            v_dtype=self.v_dtype,
+            tp=self.tp,
+            pp=self.pp,
+            block_size=self.block_size,
+            encoder_tokens=self.encoder_tokens,
+            last_logits=self.last_logits,
+        )
+
+
+def size(
+    *models: Annotated[str, Parameter(name="MODEL")],
+    options: SizeOptions,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    plot: Path | None = None,
+) -> None:
+    """Say how many bytes a request's state is, by layer group, and what of it crosses the wire.
+
+    Parameters
+    ----------
+    models
+        A config.json, a folder with one, or shape:LAYERSxKV_HEADSxHEAD_DIM; several are compared.
+    as_json
+        Print one JSON object.
+    plot
+        Draw bytes over tokens to this file (.svg, .png, .pdf); needs the extra `plot`.
+    """
+    from kvferry.cli.size_table import print_json, print_tables
+
+    if not models:
+        raise InputError("MODEL: give a config.json, a folder with one, or shape:LAYERSxKV_HEADSxHEAD_DIM")
+    if options.draft_layers is not None and options.draft is None:
+        raise InputError("draft_layers: given without --draft")
+    shapes = [options.shape_of(model) for model in models]
+    sizes = [options.size_of(shape) for shape in shapes]
+    for warning in dict.fromkeys(warning for entry in sizes for warning in entry.warnings):
+        print(f"kvferry: warning: {warning}", file=sys.stderr)
+    if plot is not None:
+        from kvferry.cli.size_plot import draw
+
+        draw(plot, models, shapes, options)
+        print(f"kvferry: drew {plot}", file=sys.stderr)
+    if as_json:
+        print_json(models, sizes)
+    else:
+        print_tables(models, sizes)

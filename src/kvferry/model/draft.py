@@ -37,7 +37,10 @@ def with_draft(shape: ModelShape, draft: str, num_layers: int | None = None) -> 
     if count > MAX_DRAFT_LAYERS:
         raise InputError(f"draft_layers: {count} is more than {MAX_DRAFT_LAYERS}")
     layers = tuple(range(shape.num_layers, shape.num_layers + count))
-    groups = tuple(_as_draft(group, layers) for group in shape.draft_layer)
+    groups = tuple(
+        _as_draft(group, tuple(layer for layer in layers for _ in group.layers))
+        for group in shape.draft_layer
+    )
     warnings = shape.warnings
     if draft == "eagle":
         warnings += ("draft eagle: counted like the target's last attention layer; its own config is exact",)

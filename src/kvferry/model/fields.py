@@ -19,18 +19,24 @@ MAX_COUNT = 10**7
 
 
 class Fields:
-    """One JSON object of a config, with the path to it for error messages."""
+    """One JSON object of a config, with the path to it for error messages.
+
+    ``read`` has the names read in this object, ``trace`` the paths read in it and in objects inside;
+    ``defaults`` and ``notes`` are what the reader has to be told.
+    """
 
     def __init__(self, raw: Mapping[str, object], path: str = "") -> None:
         self.raw = raw
         self.path = path
         self.read: set[str] = set()
+        self.trace: set[str] = set()
         self.defaults: list[str] = []
         self.notes: list[str] = []
 
     def get(self, *names: str) -> tuple[str, object | None]:
         """The first of ``names`` that is present and not null, with its name; else (first name, None)."""
         self.read.update(names)
+        self.trace.update(self.path + name for name in names)
         for name in names:
             value = self.raw.get(name)
             if value is not None:
@@ -117,9 +123,9 @@ class Fields:
         return [self.child(f"{name}[{i}].", entry) for i, entry in enumerate(value)]
 
     def child(self, path: str, raw: Mapping[str, object]) -> Fields:
-        """Fields of an object inside this one; its notes and defaults count as this one's."""
+        """Fields of an object inside this one; its notes, defaults and trace count as this one's."""
         inner = Fields(raw, self.path + path)
-        inner.defaults, inner.notes = self.defaults, self.notes
+        inner.defaults, inner.notes, inner.trace = self.defaults, self.notes, self.trace
         return inner
 
     def _whole(self, name: str, value: object, minimum: int) -> int:

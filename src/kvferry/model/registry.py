@@ -42,10 +42,13 @@ FAMILIES: dict[str, Family] = {}
 
 
 def family(*model_types: str) -> Callable[[Family], Family]:
-    """Register a function for these ``model_type`` values. Adding a family is one such function."""
+    """Register a function for these ``model_type`` values; one string may hold several, with spaces between.
+
+    Adding a family is one such function.
+    """
 
     def register(function: Family) -> Family:
-        for model_type in model_types:
+        for model_type in " ".join(model_types).split():
             FAMILIES[model_type] = function
         return function
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from kvferry.dtypes import dtype_named
 from kvferry.errors import InputError
 from kvferry.model.families.full import plain
@@ -36,7 +38,16 @@ WRAPPERS = frozenset(
             "gemma4",
         ),
         *("gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "granite_speech", "idefics3", "internvl"),
-        *("internvl_chat", "kimi_k25", "kimi_vl", "llama4", "llava", "llava_next", "llava_next_video"),
+        *(
+            "internvl_chat",
+            "kimi_k25",
+            "kimi_k3",
+            "kimi_vl",
+            "llama4",
+            "llava",
+            "llava_next",
+            "llava_next_video",
+        ),
         *("llava_onevision", "lfm2_vl", "mistral3", "mllama", "paligemma", "pixtral", "qwen2_5_omni"),
         *("qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe"),
         *("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "ultravox"),
@@ -195,7 +206,8 @@ def _one_draft_layer(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
     if not candidates:
         return ()
     last = max(group.layers[-1] for group in candidates)
-    return tuple(group for group in attention_groups if last in group.layers)
+    one = [group for group in attention_groups if last in group.layers]
+    return tuple(msgspec.structs.replace(group, layers=(0,)) for group in one)
 
 
 def _note_quantised_cache(outer: Fields) -> None:

@@ -46,7 +46,10 @@ _HINTS: tuple[tuple[re.Pattern[str], frozenset[LayerKind]], ...] = tuple(
         ),
         (r"cross_attention|is_encoder_decoder|^encoder_layers|^decoder_layers", {LayerKind.CROSS}),
         (r"kv_shar|use_cla|cla_share|kv_reuse|yoco", set()),
-        (r"layer_types|layers?_block_type|block_(configs|types|pattern)|layer_pattern|hybrid", set()),
+        (
+            r"(?<!mlp_)layer_types|layers?_block_type|block_(configs|types|pattern)|layer_pattern|hybrid",
+            set(),
+        ),
         (r"attn_(layer|type)|attention_(types|layers|pattern)|full_att\w*_(interval|layers|idx)", set()),
         (r"multi_query|kv_channels|global_head_dim|num_global_key_value_heads|(^|_)d_kv$", set()),
         (r"(^|_)n?k?v_heads?_(per_layer|list)|sparse_att|block_sparse|blocksparse", set()),
@@ -77,6 +80,8 @@ def check_unread(f: Fields, groups: Iterable[LayerGroup]) -> None:
 
 
 def _is_hint(name: str, known: frozenset[LayerKind]) -> bool:
+    if name.startswith("mtp_"):  # the draft's layers, which count only when they are asked for
+        return False
     return any(pattern.search(name) and not (kinds & known) for pattern, kinds in _HINTS)
 
 

@@ -10,35 +10,15 @@ from kvferry.model.shape import LayerKind
 __all__ = ["plain"]
 
 
-@family(
-    *(
-        "apertus",
-        "arcee",
-        "baichuan",
-        "bitnet",
-        "bloom",
-        "code_llama",
-        "codegen",
-        "cohere",
-        "cwm",
-        "deepseek",
-    ),
-    *("diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "gemma", "glm", "glm4", "glm4_moe", "gpt2"),
-    *("gpt_neox", "gptj", "granite", "granitemoe", "granitemoeshared", "helium", "internlm", "internlm2"),
-    *("internlm3", "llama", "minimax_m2", "nanochat", "nemotron", "olmo", "olmo2", "olmoe", "opt", "orion"),
-    *(
-        "persimmon",
-        "phi",
-        "seed_oss",
-        "solar_open",
-        "stablelm",
-        "xglm",
-        "xverse",
-        "Yi",
-        "mimo",
-        "gpt_neox_japanese",
-    ),
-)
+_PLAIN = """
+    apertus arcee baichuan bitnet bloom code_llama codegen cohere deepseek diffllama ernie4_5
+    ernie4_5_moe exaone gemma glm glm4 glm4_moe gpt2 gpt_neox gpt_neox_japanese gptj granite
+    granitemoe granitemoeshared helium internlm internlm2 internlm3 llama minimax_m2 nanochat
+    nemotron olmo olmo2 olmoe opt orion persimmon phi seed_oss solar_open stablelm xverse Yi
+"""
+
+
+@family(_PLAIN)
 def plain(f: Fields) -> FamilyShape:
     """Full attention in every layer, one head shape."""
     num_layers = layer_count(f)
@@ -50,11 +30,11 @@ def falcon(f: Fields) -> FamilyShape:
     """Falcon: ``num_kv_heads`` counts only in the new decoder; else ``multi_query`` means one head."""
     num_layers = layer_count(f)
     heads = f.count("num_attention_heads", "n_head")
-    is_new = f.flag("new_decoder_architecture", default=f.has("n_head_kv"))
-    if is_new:
+    is_multi_query = f.flag("multi_query", default=True)
+    if f.flag("new_decoder_architecture", default=f.has("n_head_kv")):
         kv_heads = f.count("num_kv_heads", "n_head_kv")
     else:
-        kv_heads = 1 if f.flag("multi_query", default=True) else heads
+        kv_heads = 1 if is_multi_query else heads
     width = f.count("hidden_size") // heads
     return FamilyShape(
         num_layers, (heads_group(LayerKind.FULL, range(num_layers), Heads(kv_heads, width, width)),)
@@ -78,8 +58,8 @@ def kv_channels(f: Fields) -> FamilyShape:
     """ChatGLM and Qwen 1: ``kv_channels`` is the head width, ``multi_query_group_num`` the KV heads."""
     num_layers = f.count("num_hidden_layers", "num_layers")
     heads = f.count("num_attention_heads")
-    is_grouped = f.flag("multi_query_attention", default=False)
-    kv_heads = f.count("multi_query_group_num") if is_grouped else heads
+    groups = f.optional("multi_query_group_num")
+    kv_heads = groups if groups is not None and f.flag("multi_query_attention", default=False) else heads
     width = f.optional("kv_channels") or f.count("hidden_size") // heads
     return FamilyShape(
         num_layers, (heads_group(LayerKind.FULL, range(num_layers), Heads(kv_heads, width, width)),)
@@ -107,7 +87,8 @@ def attn_config(f: Fields) -> FamilyShape:
 def hunyuan(f: Fields) -> FamilyShape:
     """Hunyuan: with ``use_cla`` only every ``cla_share_factor``-th layer owns a cache."""
     num_layers = layer_count(f)
-    factor = f.count("cla_share_factor") if f.flag("use_cla", default=False) else 1
+    factor = f.optional("cla_share_factor") or 1
+    factor = factor if f.flag("use_cla", default=False) else 1
     owners = range(0, num_layers, factor)
     return FamilyShape(num_layers, (heads_group(LayerKind.FULL, owners, head_shape(f)),))
 

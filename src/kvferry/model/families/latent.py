@@ -31,10 +31,9 @@ def latent_group(f: Fields, layers: Iterable[int]) -> LayerGroup:
     return group(LayerKind.MLA, layers, CacheTensor(TensorRole.LATENT, 1, rank + rope, packed=packed))
 
 
-@family(
-    *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4", "youtu", "axk1", "sarvam_mla"),
-    "pangu_ultra_moe",
-)
+# The model types that vLLM runs as MLA (ModelConfig.is_deepseek_mla lists them one by one: a
+# kv_lora_rank alone does not say that the latent is what is cached).
+@family("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe")
 def mla(f: Fields) -> FamilyShape:
     """Multi-head latent attention in every layer."""
     num_layers = layer_count(f)
@@ -50,13 +49,15 @@ def longcat(f: Fields) -> FamilyShape:
 
 @family("minicpm3")
 def expanded_mla(f: Fields) -> FamilyShape:
-    """MiniCPM 3: has ``kv_lora_rank``, but engines cache the expanded K and V heads."""
+    """MiniCPM 3: has ``kv_lora_rank``, but vLLM and llama.cpp cache the expanded K and V heads."""
     num_layers = layer_count(f)
     heads = f.count("num_attention_heads")
     k_dim = f.count("qk_nope_head_dim") + f.count("qk_rope_head_dim")
     v_dim = f.optional("v_head_dim") or f.count("hidden_size") // heads
-    f.read.add("kv_lora_rank")
-    f.notes.append("engines cache this model's expanded K and V heads, not its latent; counted so")
+    f.read.add("kv_lora_rank")  # of the projection; nothing of that width is cached
+    f.notes.append(
+        "minicpm3: counted as expanded K and V heads, as vLLM and llama.cpp cache it; transformers: latent"
+    )
     return FamilyShape(
         num_layers, (heads_group(LayerKind.FULL, range(num_layers), Heads(heads, k_dim, v_dim)),)
     )
@@ -66,11 +67,13 @@ def expanded_mla(f: Fields) -> FamilyShape:
 def sparse_mla(f: Fields) -> FamilyShape:
     """DeepSeek V3.2 and GLM-5: MLA, and an fp8 indexer row in the layers that own an indexer."""
     num_layers = layer_count(f)
+    f.read.add("layer_types")  # all of one type; indexer_types tells the layers apart
     owners = _indexer_owners(f, num_layers)
     row = CacheTensor(TensorRole.INDEXER, 1, f.count("index_head_dim"), dtype="fp8_group128")
     latent = latent_group(f, range(num_layers))
     indexer = group(LayerKind.INDEXER, owners, row)
-    return FamilyShape(num_layers, (latent, indexer), draft_layer=(latent, indexer))
+    draft = (latent_group(f, (0,)), group(LayerKind.INDEXER, (0,), row))
+    return FamilyShape(num_layers, (latent, indexer), draft_layer=draft)
 
 
 def _indexer_owners(f: Fields, num_layers: int) -> list[int]:
@@ -95,7 +98,7 @@ def _pattern_names(f: Fields) -> list[str] | None:
     return f.texts("index_topk_pattern")
 
 
-@family("deepseek_v4")
+@family("deepseek_v4", "deepseek_ref")
 def deepseek_v4(f: Fields) -> FamilyShape:
     """DeepSeek V4: a window everywhere, compressed rows at the layer's ratio, the compressor's state."""
     num_layers = layer_count(f)

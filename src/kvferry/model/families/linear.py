@@ -34,9 +34,9 @@ def lfm2(f: Fields) -> FamilyShape:
 def gated_delta(f: Fields) -> FamilyShape:
     """Qwen3-Next and Qwen3.5: gated delta net, every ``full_attention_interval``-th layer full."""
     num_layers = layer_count(f)
+    period = f.optional("full_attention_interval") or 4
     types = layers_of(f, num_layers, "layer_types")
     if types is None:
-        period = f.count("full_attention_interval", default=4)
         types = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
     by_kind = typed_layers(f, types, LAYER_TYPES | {"linear_attention": LayerKind.GATED_DELTA})
     k_heads, k_dim = f.count("linear_num_key_heads"), f.count("linear_key_head_dim")
@@ -59,18 +59,21 @@ def gated_delta(f: Fields) -> FamilyShape:
 def kimi_linear(f: Fields) -> FamilyShape:
     """Kimi-Linear: KDA with a float32 state, MLA at ``full_attn_layers`` (counted from 1)."""
     num_layers = layer_count(f)
-    linear = f.nested("linear_attn_config")
-    if linear is None:
-        raise f.error("linear_attn_config", "missing from the config")
-    full = [i - 1 for i in linear.counts("full_attn_layers") or ()]
-    kda = [i - 1 for i in linear.counts("kda_layers") or ()]
+    inner = f.nested("linear_attn_config")
+    if inner is None:  # as transformers writes it back
+        types = layers_of(f, num_layers, "layer_types") or []
+        by_kind = typed_layers(f, types, LAYER_TYPES | {"linear_attention": LayerKind.KDA})
+        full, kda = by_kind.get(LayerKind.FULL, []), by_kind.get(LayerKind.KDA, [])
+        heads, width = f.count("linear_num_heads"), f.count("linear_head_dim")
+        kernel = f.count("linear_conv_kernel_dim")
+    else:
+        full = [i - 1 for i in inner.counts("full_attn_layers") or ()]
+        kda = [i - 1 for i in inner.counts("kda_layers") or ()]
+        heads, width = inner.count("num_heads"), inner.count("head_dim")
+        kernel = inner.count("short_conv_kernel_size")
     if sorted(full + kda) != list(range(num_layers)):
-        raise linear.error(
-            "full_attn_layers", f"with kda_layers, must name each of the {num_layers} layers once"
-        )
-    heads, width = linear.count("num_heads"), linear.count("head_dim")
-    conv = conv_tensor(heads, 3 * width, linear.count("short_conv_kernel_size"))
-    state = state_tensor(f, heads, width**2, "fp32")
+        raise f.error("linear_attn_config", f"each of the {num_layers} layers must be full or KDA, once")
+    conv, state = conv_tensor(heads, 3 * width, kernel), state_tensor(f, heads, width**2, "fp32")
     return FamilyShape(
         num_layers, (latent_group(f, sorted(full)), group(LayerKind.KDA, sorted(kda), conv, state))
     )

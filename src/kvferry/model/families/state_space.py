@@ -110,10 +110,10 @@ def granite_hybrid(f: Fields) -> FamilyShape:
     by_kind = typed_layers(
         f, types, LAYER_TYPES | {"mamba": LayerKind.MAMBA2, "linear_attention": LayerKind.MAMBA2}
     )
-    groups = [heads_group(LayerKind.FULL, by_kind.get(LayerKind.FULL, ()), head_shape(f))]
-    if LayerKind.MAMBA2 in by_kind:
-        groups.append(_prefixed_mamba2(f).layer_group(f, by_kind[LayerKind.MAMBA2]))
-    return FamilyShape(num_layers, tuple(groups))
+    full = heads_group(LayerKind.FULL, by_kind.get(LayerKind.FULL, ()), head_shape(f))
+    layers = by_kind.get(LayerKind.MAMBA2)
+    cell = _prefixed_mamba2(f).layer_group(f, layers) if layers else group(LayerKind.MAMBA2, ())
+    return FamilyShape(num_layers, (full, cell))
 
 
 @family("falcon_h1")
@@ -136,6 +136,7 @@ def zamba2(f: Fields) -> FamilyShape:
     hidden = f.count("hidden_size")
     width = f.optional("attention_head_dim") or 2 * hidden // heads
     kv_heads = f.optional("num_key_value_heads") or heads
+    f.read.add("kv_channels")  # derived, and not what the shared block uses
     mamba_heads = f.count("n_mamba_heads")
     head_dim = f.optional("mamba_headdim") or f.count("mamba_expand") * hidden // mamba_heads
     cell = _Mamba2(
@@ -146,29 +147,47 @@ def zamba2(f: Fields) -> FamilyShape:
 
 
 _NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_NEMOTRON_KINDS = {
+    "mamba": LayerKind.MAMBA2,
+    "linear_attention": LayerKind.MAMBA2,
+    "attention": LayerKind.FULL,
+    "full_attention": LayerKind.FULL,
+    "mlp": None,
+    "moe": None,
+}
 
 
 @family("nemotron_h")
 def nemotron_h(f: Fields) -> FamilyShape:
     """Nemotron-H: ``hybrid_override_pattern`` of M (Mamba 2), * (attention), - and E (no cache)."""
-    types = f.texts("layers_block_type", "layer_types")
-    if types is None:
-        pattern = f.text("hybrid_override_pattern")
-        if not pattern:
-            raise f.error("hybrid_override_pattern", "missing from the config")
-        types = [_NEMOTRON_LETTERS.get(letter, letter) for letter in pattern]
+    kinds = _nemotron_kinds(f, "hybrid_override_pattern", "layers_block_type", "layer_types")
+    if kinds is None:
+        raise f.error("hybrid_override_pattern", "missing from the config")
     declared = f.optional("num_hidden_layers")
-    if declared is not None and declared != len(types):
-        raise f.error("hybrid_override_pattern", f"{len(types)} entries for {declared} layers")
-    known = {"mamba": LayerKind.MAMBA2, "linear_attention": LayerKind.MAMBA2}
-    kinds = {
-        name: known.get(name, LAYER_TYPES.get(name)) for name in ("mamba", "linear_attention", *LAYER_TYPES)
-    }
+    if declared is not None and declared != len(kinds):
+        raise f.error("hybrid_override_pattern", f"{len(kinds)} entries for {declared} layers")
+    draft = _nemotron_kinds(f, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
+    draft_groups = () if draft is None else _nemotron_groups(f, draft)
+    return FamilyShape(
+        len(kinds), _nemotron_groups(f, kinds), draft_layer=tuple(g for g in draft_groups if g.layers)
+    )
+
+
+def _nemotron_kinds(f: Fields, pattern: str, *lists: str) -> list[LayerKind | None] | None:
+    """The kind of each layer (None: no cache), by a list of names or by a pattern of letters."""
+    types = f.texts(*lists)
+    if types is None:
+        letters = f.text(pattern)
+        if not letters:
+            return None
+        types = [_NEMOTRON_LETTERS.get(letter, letter) for letter in letters]
     for i, name in enumerate(types):
-        if name not in kinds and name not in {"mlp", "moe"}:
-            raise f.error("hybrid_override_pattern", f"layer {i} is of an unknown type {name!r}")
-    full = [i for i, name in enumerate(types) if kinds.get(name) is LayerKind.FULL]
-    recurrent = [i for i, name in enumerate(types) if kinds.get(name) is LayerKind.MAMBA2]
+        if name not in _NEMOTRON_KINDS:
+            raise f.error(pattern, f"layer {i} is of an unknown type {name!r}")
+    return [_NEMOTRON_KINDS[name] for name in types]
+
+
+def _nemotron_groups(f: Fields, kinds: list[LayerKind | None]) -> tuple[LayerGroup, ...]:
     cell = _Mamba2(
         f.count("mamba_num_heads"),
         f.count("mamba_head_dim"),
@@ -176,8 +195,9 @@ def nemotron_h(f: Fields) -> FamilyShape:
         f.count("ssm_state_size"),
         f.count("conv_kernel", "mamba_d_conv"),
     )
-    groups = (heads_group(LayerKind.FULL, full, head_shape(f)), cell.layer_group(f, recurrent, "fp32"))
-    return FamilyShape(len(types), groups)
+    full = [i for i, kind in enumerate(kinds) if kind is LayerKind.FULL]
+    recurrent = [i for i, kind in enumerate(kinds) if kind is LayerKind.MAMBA2]
+    return (heads_group(LayerKind.FULL, full, head_shape(f)), cell.layer_group(f, recurrent, "fp32"))
 
 
 @family("phi4flash")

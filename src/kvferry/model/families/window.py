@@ -17,6 +17,7 @@ def sliding_or_full(
 ) -> FamilyShape:
     """Window and full layers of one head shape: ``layer_types`` where present, else ``is_sliding(layer)``."""
     num_layers = layer_count(f)
+    f.read.update({"sliding_window", "attention_chunk_size"})  # present, and unused, where no layer is such
     types = layers_of(f, num_layers, "layer_types")
     if types is None:
         types = ["sliding_attention" if is_sliding(i) else "full_attention" for i in range(num_layers)]
@@ -39,18 +40,29 @@ def all_sliding(f: Fields) -> FamilyShape:
     return sliding_or_full(f, lambda _layer: has_window)
 
 
-@family(
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl"),
-    *("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_omni_text", "qwen3_omni_moe_text"),
-    "qwen2_audio_text",
-)
+_QWEN = """
+    mimo qwen2 qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_audio_text qwen2_moe qwen2_vl
+    qwen2_vl_text qwen3 qwen3_moe qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text smollm3
+"""
+
+
+@family(_QWEN)
 def sliding_if_used(f: Fields) -> FamilyShape:
     """Qwen 2 and 3: windows only with ``use_sliding_window``, and from ``max_window_layers`` on."""
-    is_used = f.flag("use_sliding_window", default=False) and f.has("sliding_window")
+    is_used = f.has("sliding_window") and f.flag("use_sliding_window", default=False)
     first = f.optional("max_window_layers", minimum=0)
     if is_used and first is None and not f.has("layer_types"):
         raise f.error("max_window_layers", "missing, and use_sliding_window is true")
     return sliding_or_full(f, lambda layer: is_used and first is not None and layer >= first)
+
+
+@family("step3p5", "step3p7", "cwm")
+def listed(f: Fields) -> FamilyShape:
+    """Step 3.5 and 3.7, CWM: ``layer_types`` says which layers are windows."""
+    f.read.add("num_sliding_attention_heads")  # query heads only
+    if not f.has("layer_types"):
+        raise f.error("layer_types", "missing from the config")
+    return sliding_or_full(f, lambda _layer: False)
 
 
 @family("gemma2", "gpt_oss", "vaultgemma")
@@ -62,14 +74,13 @@ def every_second(f: Fields) -> FamilyShape:
 @family("cohere2", "exaone4", "olmo3", "afmoe")
 def every_fourth(f: Fields) -> FamilyShape:
     """Every n-th layer is full (``sliding_window_pattern``, 4 in these classes), the rest are windows."""
-    if not f.has("sliding_window"):
-        return sliding_or_full(f, lambda _layer: False)
     # Exaone 4 writes its pattern as letters ("LLLG"); the length is the period.
     _, raw = f.get("sliding_window_pattern", "global_attn_every_n_layers")
     period = len(raw) if isinstance(raw, str) and raw else None
     if period is None:
         period = f.optional("sliding_window_pattern", "global_attn_every_n_layers") or 4
-    return sliding_or_full(f, lambda layer: (layer + 1) % period != 0)
+    has_window = f.has("sliding_window")
+    return sliding_or_full(f, lambda layer: has_window and (layer + 1) % period != 0)
 
 
 @family("gemma3_text", "gemma3")
@@ -169,10 +180,11 @@ def mimo_v2(f: Fields) -> FamilyShape:
     by_kind = typed_layers(f, types, LAYER_TYPES)
     heads = head_shape(f)
     swa = Heads(
-        f.optional("swa_num_key_value_heads") or heads.kv_heads,
+        f.count("swa_num_key_value_heads", default=2 * heads.kv_heads),
         f.optional("swa_head_dim") or heads.k_dim,
         f.optional("swa_v_head_dim") or heads.v_dim,
     )
+    f.read.add("attention_chunk_size")  # in the published file, read by no engine
     window = f.count("sliding_window_size", "sliding_window")
     full = heads_group(LayerKind.FULL, by_kind.get(LayerKind.FULL, ()), heads)
     sliding = heads_group(LayerKind.WINDOW, by_kind.get(LayerKind.WINDOW, ()), swa, window)
