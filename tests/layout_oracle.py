@@ -16,15 +16,23 @@ Pair = tuple[int, int]
 RowKey = tuple[int, str, int, int, int]  # layer, role, part, entry, head
 
 
-def live(group: GroupLayout, table: BlockTable, tokens: int, first_token: int) -> range:
+def live(
+    group: GroupLayout,
+    table: BlockTable,
+    tokens: int,
+    first_token: int,
+    token_range: tuple[int, int] | None = None,
+) -> range:
     """Entries that move, by the rules of each kind of group."""
+    start, stop = token_range or (0, tokens)
     if group.block_size is None:
-        return range(len(table.ids))
+        return range(len(table.ids) if stop == tokens else 0)
     if group.kind is LayerKind.CROSS:
-        return range(table.tokens // group.tokens_per_entry)
+        return range(table.tokens // group.tokens_per_entry if stop == tokens else 0)
     if group.kind is LayerKind.SLIDING:
-        return range(max(tokens - group.window, 0), tokens)
-    return range(first_token // group.tokens_per_entry, tokens // group.tokens_per_entry)
+        return range(max(tokens - group.window, start), stop)
+    # An entry of several tokens is computed with the last of them.
+    return range(max(first_token, start) // group.tokens_per_entry, stop // group.tokens_per_entry)
 
 
 def row_at(group: GroupLayout, tensor: TensorLayout, table: BlockTable, entry: int, head: int) -> int:
@@ -38,13 +46,17 @@ def row_at(group: GroupLayout, tensor: TensorLayout, table: BlockTable, entry: i
 
 
 def rows(
-    layout: PoolLayout, tables: Sequence[BlockTable], tokens: int, first_token: int = 0
+    layout: PoolLayout,
+    tables: Sequence[BlockTable],
+    tokens: int,
+    first_token: int = 0,
+    token_range: tuple[int, int] | None = None,
 ) -> dict[RowKey, int]:
     found = {}
     for group, table in zip(layout.groups, tables, strict=True):
         for tensor in group.tensors:
             for entry, head in itertools.product(
-                live(group, table, tokens, first_token), range(tensor.heads)
+                live(group, table, tokens, first_token, token_range), range(tensor.heads)
             ):
                 key = (tensor.layer, tensor.role.value, tensor.part, entry, tensor.head_start + head)
                 found[key] = row_at(group, tensor, table, entry, head)

@@ -54,7 +54,7 @@ def chunk_nbytes(value: int) -> mock._patch:
 
 
 @given(cases(), CHUNK_SIZES)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_moves_each_needed_byte_once_and_nothing_else(case: Case, limit: int) -> None:
     """The bytes of a plan are those of a loop over every row of both layouts, each exactly once."""
     with chunk_nbytes(limit):
@@ -72,7 +72,7 @@ def test_moves_each_needed_byte_once_and_nothing_else(case: Case, limit: int) ->
 
 
 @given(cases(), CHUNK_SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_order_is_the_sources(case: Case, limit: int) -> None:
     """A plan reads group, layer, cluster, block and then by address, whatever the destination is."""
     with chunk_nbytes(limit):
@@ -83,7 +83,7 @@ def test_order_is_the_sources(case: Case, limit: int) -> None:
 
 
 @given(cases(), CHUNK_SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_pieces_are_as_long_as_they_can_be(case: Case, limit: int) -> None:
     """Inside a chunk no two neighbouring pieces touch on both sides, and no piece is empty."""
     with chunk_nbytes(limit):
@@ -96,7 +96,7 @@ def test_pieces_are_as_long_as_they_can_be(case: Case, limit: int) -> None:
 
 
 @given(cases(same_split=True), CHUNK_SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_digests_at_export_are_those_at_arrival(case: Case, limit: int) -> None:
     """The source's chunks of a whole request, taken without a destination, arrive byte for byte."""
     with chunk_nbytes(limit):
@@ -111,7 +111,7 @@ def test_digests_at_export_are_those_at_arrival(case: Case, limit: int) -> None:
 
 
 @given(cases(), CHUNK_SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_complete_chunks_are_those_that_can_be_compared(case: Case, limit: int) -> None:
     """A chunk is complete exactly if a partial move has all its bytes, and those then equal the export's."""
     with chunk_nbytes(limit):
@@ -128,7 +128,7 @@ def test_complete_chunks_are_those_that_can_be_compared(case: Case, limit: int) 
 
 
 @given(cases(), CHUNK_SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_chunks_are_absolute_and_bounded(case: Case, limit: int) -> None:
     """Each source byte has one chunk id, of one layer, however the move is cut; chunks keep to the limit."""
     with chunk_nbytes(limit):
@@ -155,7 +155,7 @@ def chunk_bounds(table: object) -> tuple[list[int], list[int]]:
 
 
 @given(cases(same_split=True, kinds=(LayerKind.FULL, LayerKind.MLA, LayerKind.COMPRESSED)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_prefix_and_residual_are_the_whole(case: Case) -> None:
     """Moving [0, k) and then [k, n) moves the bytes of [0, n), each once, where every token is kept."""
     prefix = copy_plan(case.src, case.dst, case.src_tables, case.dst_tables, case.first_token)
@@ -171,7 +171,22 @@ def test_a_prefix_hit_shortens_no_window_state_or_cross_attention(case: Case) ->
 
 
 @given(cases(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
+def test_a_request_moves_in_parts(case: Case, data: st.DataObject) -> None:
+    """Token ranges that follow each other move what one plan moves, each byte once, each part its own."""
+    cut = data.draw(st.integers(0, case.tokens))
+    moved = []
+    for token_range in ((0, cut), (cut, case.tokens)) if cut < case.tokens else ((0, cut),):
+        part = plan_pairs(plan_of(case, token_range=token_range))
+        sides = (case.src, case.src_tables), (case.dst, case.dst_tables)
+        src_rows, dst_rows = (rows(*side, case.tokens, case.first_token, token_range) for side in sides)
+        assert set(part) == byte_pairs(src_rows, dst_rows, case.src)
+        moved += part
+    assert sorted(moved) == sorted(plan_pairs(plan_of(case)))
+
+
+@given(cases(), st.data())
+@settings(max_examples=60, deadline=None)
 def test_filters_choose_layers_parts_and_heads(case: Case, data: st.DataObject) -> None:
     """layers, parts and head_range each keep exactly the rows that they name."""
     common = sorted(set(case.src.layers) & set(case.dst.layers))
@@ -259,6 +274,8 @@ def test_refuses_unlike_tensors_by_name() -> None:
         ({"tokens": -1}, "tokens: -1"),
         ({"tokens": 1 << 40}, "tokens: 1099511627776"),
         ({"first_token": 11}, "first_token: 11"),
+        ({"token_range": (3, 11)}, "token_range stop: 11"),
+        ({"token_range": (4, 3)}, "token_range start: 4"),
         ({"layers": [0, 7]}, "layers: 7 not held by both sides"),
         ({"head_range": (2, 2)}, "head_range"),
         ({"src": BlockTable(0, [4, 5, 6], tokens=3)}, "only a cross-attention table"),
@@ -320,3 +337,18 @@ def test_a_plan_too_large_to_hold_is_refused_before_it_is_made() -> None:
     table = [BlockTable(0, range(4))]
     with pytest.raises(InputError, match="pieces, more than"):
         copy_plan(nhd, hnd, table, table, 4 << 20)
+
+
+def test_chunks_are_named_in_words() -> None:
+    """A chunk id says layer, role and tokens; one that no layout has is refused."""
+    form = {"kv_heads": 8, "head_dim": 128, "dtype": "float32", "block_size": 16, "num_blocks": 64}
+    pool = PoolLayout.paged([3, 4], **form)
+    pieces = source_pieces(pool, [BlockTable(0, range(64))], 1000)
+    assert chunk_name(pool, int(pieces.chunk_id[0])) == "layer 3 key, tokens 0 to 255"
+    assert chunk_name(pool, int(pieces.chunk_id[-1])) == "layer 4 value, tokens 768 to 1023"
+    joined = PoolLayout.paged([3], joined_kv=True, **{**form, "block_size": 1024, "num_blocks": 1})
+    pieces = source_pieces(joined, [BlockTable(0, [0])], 1000)
+    assert chunk_name(joined, int(pieces.chunk_id[1])) == "layer 3 key, value, tokens 128 to 255"
+    for unknown in (-1, 4 << 40):
+        with pytest.raises(InputError, match="chunk_id"):
+            chunk_name(pool, unknown)

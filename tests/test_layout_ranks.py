@@ -23,7 +23,7 @@ from kvferry.layout import (
 from layout_oracle import copy_by_plan, random_pool, rows
 
 FORM = {"head_dim": 2, "dtype": "float16", "num_blocks": 8}
-TOKENS = 21
+TOKENS = 9
 
 
 def ranks(tp: int, kv_heads: int, *, pp: int = 1, num_layers: int = 8, **form: object) -> list[PoolLayout]:

@@ -66,7 +66,7 @@ def test_paged_axis_orders_are_what_they_say() -> None:
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_any_nesting_of_the_axes_is_accepted(case: Case) -> None:
     """What is accepted has no byte with two owners and none outside the pool (checked byte by byte)."""
     for layout in (case.src, case.dst):

@@ -19,6 +19,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.errors import InputError
 from kvferry.layout.records import GroupLayout, PoolLayout, TensorLayout
 
 __all__ = ["CHUNK_NBYTES", "ChunkGrid", "Cluster", "chunk_name", "source_clusters"]
@@ -147,8 +148,14 @@ def _block_extent(group: GroupLayout, tensor: TensorLayout) -> int:
 
 
 def chunk_name(layout: PoolLayout, chunk_id: int) -> str:
-    """Say which bytes a chunk of this source layout holds, for a message about a failed digest."""
-    cluster = source_clusters(layout)[chunk_id >> _INDEX_BITS]
+    """Say which bytes a chunk of this source layout holds, for a message about a failed digest.
+
+    Raises InputError for an id that this layout does not have.
+    """
+    clusters = source_clusters(layout)
+    if not 0 <= chunk_id >> _INDEX_BITS < len(clusters):
+        raise InputError(f"chunk_id: {chunk_id} is not one of this layout")
+    cluster = clusters[chunk_id >> _INDEX_BITS]
     what = f"layer {cluster.layer} " + ", ".join(
         tensor.role.value + (f" part {tensor.part}" if tensor.part else "") for tensor in cluster.tensors
     )

@@ -11,20 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import InputError
-from kvferry.layout.bounds import check_int
 from kvferry.layout.clusters import ChunkGrid
 from kvferry.layout.pieces import Template, coalesced, in_source_order, limited, paged_rows, slot_rows
 from kvferry.layout.product import StridedPlan, strided_plan
 from kvferry.layout.records import PoolLayout
 from kvferry.layout.route import Part, Run, Selection, Shape, route
-from kvferry.layout.segments import Blocks, Segments, held_blocks, live_entries, segments
+from kvferry.layout.segments import Blocks, Extent, Segments, held_blocks, live_entries, segments
 from kvferry.layout.tables import BlockTable
 from kvferry.layout.words import Role
 
 __all__ = ["CopyPlan", "PieceTable", "copy_plan", "source_pieces"]
 
 Int64 = NDArray[np.int64]
-MAX_TOKENS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +89,7 @@ def copy_plan(
     layers: Collection[int] | None = None,
     parts: Collection[tuple[Role, int]] | None = None,
     head_range: tuple[int, int] | None = None,
+    token_range: tuple[int, int] | None = None,
 ) -> CopyPlan:
     """Plan the copy of a request of ``tokens`` tokens between two pools, however unlike.
 
@@ -98,10 +97,14 @@ def copy_plan(
         src, dst: the two layouts. What both hold moves: the layers and heads in common.
         src_tables, dst_tables: one table a group, in the order of that layout's groups.
         tokens: tokens that the request's cache covers.
-        first_token: tokens [0, first_token) are at the destination already.
+        first_token: tokens [0, first_token) are at the destination already; what moves whole
+            whatever decode holds (window tails, state, cross attention) moves all the same.
         layers: only these; None for all that both hold.
         parts: only these (role, part) pairs.
         head_range: only the model's heads [start, stop).
+        token_range: only what tokens [start, stop) add, to push a request in parts while it is
+            computed: parts that follow each other move each byte once. State and cross attention
+            move with the part that ends at ``tokens``.
 
     Raises:
         IncompatibleError: the pair has no plan; the tensor and the field are named.
@@ -114,10 +117,10 @@ def copy_plan(
         None if parts is None else frozenset(parts),
         head_range,
     )
-    check_int("tokens", tokens, 0, MAX_TOKENS)
-    check_int("first_token", first_token, 0, tokens)
-    sides = _Side("source", src, tuple(src_tables)), _Side("destination", dst, tuple(dst_tables))
-    request = _Request(*sides, tokens, first_token)
+    extent = Extent(tokens, first_token, (0, tokens) if token_range is None else token_range)
+    request = _Request(
+        _Side("source", src, tuple(src_tables)), _Side("destination", dst, tuple(dst_tables)), extent
+    )
     return _plan([(run, request.template(run.shape)) for run in route(src, dst, selection)])
 
 
@@ -128,12 +131,26 @@ def source_pieces(
     *,
     first_token: int = 0,
     layers: Collection[int] | None = None,
+    parts: Collection[tuple[Role, int]] | None = None,
+    head_range: tuple[int, int] | None = None,
+    token_range: tuple[int, int] | None = None,
 ) -> PieceTable:
     """The pieces of a request in its own pool, in the order of every plan that reads from it.
 
     Arguments and errors as in ``copy_plan``.
     """
-    plan = copy_plan(layout, layout, tables, tables, tokens, first_token=first_token, layers=layers)
+    plan = copy_plan(
+        layout,
+        layout,
+        tables,
+        tables,
+        tokens,
+        first_token=first_token,
+        layers=layers,
+        parts=parts,
+        head_range=head_range,
+        token_range=token_range,
+    )
     return PieceTable(plan.src_offset, plan.nbytes, plan.chunk_start, plan.chunk_id, plan.chunk_complete)
 
 
@@ -147,8 +164,8 @@ class _Side:
         if len(self.tables) != len(self.layout.groups):
             raise InputError(f"{self.name} tables: {len(self.tables)} for {len(self.layout.groups)} groups")
 
-    def live(self, group: int, tokens: int, first_token: int) -> tuple[int, int]:
-        return live_entries(self.layout.groups[group], self.tables[group], tokens, first_token)
+    def live(self, group: int, extent: Extent) -> tuple[int, int]:
+        return live_entries(self.layout.groups[group], self.tables[group], extent)
 
     def blocks(self, group: int, span: tuple[int, int]) -> Blocks:
         return held_blocks(self.name, self.layout.groups[group], self.tables[group], span)
@@ -156,12 +173,11 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One call's tables and tokens; templates and segments that shapes share are made once."""
+    """One call's tables and extent; templates and segments that shapes share are made once."""
 
     src: _Side
     dst: _Side
-    tokens: int
-    first_token: int
+    extent: Extent
     templates: dict[Shape, Template] = field(default_factory=dict)
     cuts: dict[tuple[int, int, ChunkGrid], Segments] = field(default_factory=dict)
 
@@ -171,7 +187,7 @@ class _Request:
         return self.templates[shape]
 
     def _template(self, shape: Shape) -> Template:
-        start, stop = self.src.live(shape.src_group, self.tokens, 0)
+        start, stop = self.src.live(shape.src_group, self.extent.whole)
         if self.src.layout.groups[shape.src_group].is_state:
             stop *= shape.grid.entries_per_block  # a slot's entries are its bytes
             rows = [slot_rows(part, *self._blocks(shape, part)[1:], shape.grid) for part in shape.parts]
@@ -188,8 +204,8 @@ class _Request:
 
     def _blocks(self, shape: Shape, part: Part) -> tuple[tuple[int, int], Blocks, Blocks]:
         """The entries that move, and the blocks that hold them on both sides."""
-        span = self.src.live(shape.src_group, self.tokens, self.first_token)
-        there = self.dst.live(part.dst_group, self.tokens, self.first_token)
+        span = self.src.live(shape.src_group, self.extent)
+        there = self.dst.live(part.dst_group, self.extent)
         if there != span:
             raise InputError(
                 f"destination table of group {self.dst.layout.groups[part.dst_group].name!r}:"

@@ -8,14 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import InputError
+from kvferry.layout.bounds import check_int
 from kvferry.layout.clusters import ChunkGrid
 from kvferry.layout.records import GroupLayout
 from kvferry.layout.tables import BlockTable
 from kvferry.layout.words import LayerKind
 
-__all__ = ["Blocks", "Segments", "held_blocks", "live_entries", "segments"]
+__all__ = ["Blocks", "Extent", "Segments", "held_blocks", "live_entries", "segments"]
 
 Int64 = NDArray[np.int64]
+MAX_TOKENS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,25 +44,59 @@ class Segments:
     dst_entry: Int64
 
 
-def live_entries(group: GroupLayout, table: BlockTable, tokens: int, first_token: int) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Which tokens move: of ``tokens``, decode holds [0, first_token), and this move is for ``token_range``.
+
+    Raises InputError for numbers that contradict each other.
+    """
+
+    tokens: int
+    first_token: int
+    token_range: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        check_int("tokens", self.tokens, 0, MAX_TOKENS)
+        check_int("first_token", self.first_token, 0, self.tokens)
+        start, stop = self.token_range
+        check_int("token_range stop", stop, 0, self.tokens)
+        check_int("token_range start", start, 0, stop)
+
+    @property
+    def whole(self) -> Extent:
+        """The same request when all of it moves at once."""
+        return Extent(self.tokens, 0, (0, self.tokens))
+
+
+def live_entries(group: GroupLayout, table: BlockTable, extent: Extent) -> tuple[int, int]:
     """First and one past the last entry that moves.
 
-    A prefix that decode already holds (``first_token``) shortens only groups that keep every
-    token. The window's tail, cross attention and recurrent state always move whole.
+    A prefix that decode already holds shortens only groups that keep every token: the window's
+    tail, cross attention and recurrent state always move whole. Those that are not one entry a
+    token (state, cross attention) are complete, and move, with the last part.
     """
+    once = _entries_once(group, table)
+    if once is not None:
+        return (0, once if extent.token_range[1] == extent.tokens else 0)
+    if table.tokens is not None:
+        raise InputError(f"group {group.name!r}: only a cross-attention table states its own tokens")
+    start = extent.first_token if group.window is None else max(0, extent.tokens - group.window)
+    start, stop = max(start, extent.token_range[0]), extent.token_range[1]
+    start, stop = start // group.tokens_per_entry, stop // group.tokens_per_entry
+    return (start, stop) if start < stop else (0, 0)
+
+
+def _entries_once(group: GroupLayout, table: BlockTable) -> int | None:
+    """Entries of a group whose length is not the request's; None for the others."""
     if group.is_state:
         if not table.ids.size:
             raise InputError(f"group {group.name!r}: the block table names no state slot")
-        return 0, table.ids.size
+        return table.ids.size
     if group.kind is LayerKind.CROSS:
         if table.tokens is None:
             raise InputError(f"group {group.name!r}: a cross-attention table must state its tokens")
-        return 0, table.tokens // group.tokens_per_entry
-    if table.tokens is not None:
-        raise InputError(f"group {group.name!r}: only a cross-attention table states its own tokens")
-    if group.window is not None:
-        return max(0, tokens - group.window), tokens
-    return first_token // group.tokens_per_entry, tokens // group.tokens_per_entry
+        return table.tokens // group.tokens_per_entry
+    return None
 
 
 def held_blocks(side: str, group: GroupLayout, table: BlockTable, span: tuple[int, int]) -> Blocks:
