@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,32 +22,26 @@ from kvferry.transfer import Endpoint, Pool, Timeouts
 QUICK = Timeouts(handshake=5.0, heartbeat=0.1, lost=0.6, abort=0.3, start=2.0)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: str = "") -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: Callable[[], Any] = str) -> None:
     """Poll a condition that another process or thread brings about; fails the test at the deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"not so within {seconds} s: {what or condition}")
+            raise AssertionError(f"not so within {seconds} s {what()}")
         time.sleep(0.005)
 
 
-def held_by_this_process() -> dict[str, Any]:
-    """Descriptors, threads, children and pool maps of this process, by name."""
+def held_by_this_process() -> Counter[str]:
+    """Descriptors, threads, child processes and pool maps of this process, by name."""
     gc.collect()
-    fds = {}
+    held: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
-        try:
-            fds[fd] = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:
-            continue  # the descriptor of the listing itself
-    maps = Path("/proc/self/maps").read_text().count("kvferry-pool")
-    children = sorted(child.pid for child in psutil.Process().children(recursive=True))
-    return {
-        "fds": sorted(name for name in fds.values() if "/proc/" not in name),
-        "threads": sorted(thread.name for thread in threading.enumerate() if "kvferry" in thread.name),
-        "maps": maps,
-        "children": children,
-    }
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+            held[f"fd {os.readlink(f'/proc/self/fd/{fd}')}"] += 1
+    held["pool maps"] = Path("/proc/self/maps").read_text().count("kvferry-pool")
+    held.update(f"thread {thread.name}" for thread in threading.enumerate() if "kvferry" in thread.name)
+    held.update(f"process {child.pid}" for child in psutil.Process().children(recursive=True))
+    return +held
 
 
 @pytest.fixture
@@ -53,7 +49,7 @@ def nothing_left() -> Iterator[None]:
     """The test leaves no descriptor, thread, process or map behind."""
     before = held_by_this_process()
     yield
-    wait_until(lambda: held_by_this_process() == before, 5.0, f"{held_by_this_process()} != {before}")
+    wait_until(lambda: not held_by_this_process() - before, 5.0, lambda: held_by_this_process() - before)
 
 
 @pytest.fixture

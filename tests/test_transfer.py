@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import QUICK, fill_random, wait_until
 
+from conftest import QUICK, fill_random, wait_until
 from kvferry.errors import (
     CapacityError,
     CorruptError,
@@ -352,8 +352,8 @@ def test_push_of_more_tokens_than_reserved(opened: Opened) -> None:
     prefill = opened(layout(), address("tcp"))
     decode = opened(layout(), address("tcp"))
     ticket = decode.reserve("r", 16, table(8, 3, 16))
+    push = prefill.push(ticket, table(8, 2), tokens=TOKENS)
     with pytest.raises(PeerError, match="reserved"):
-        push = prefill.push(ticket, table(8, 2), tokens=TOKENS)
         push.layers(0, 3)
     wait_until(lambda: is_idle(prefill) and is_idle(decode))
 

@@ -85,7 +85,9 @@ def _wait_for_begin() -> Begin:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not by sys.stdin: a thread that waits inside its lock would crash the interpreter's own end.
+    while os.read(0, 4096):
+        pass
     os._exit(1)
 
 

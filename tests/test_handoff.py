@@ -1,0 +1,347 @@
+"""The main job: a request prefilled here decodes on there, by every transport and mode, as in one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from conftest import QUICK, wait_until
+from kvferry.engines.reference import FinishReason, ReferenceEngine, StepOutput, tiny_model
+from kvferry.errors import (
+    CapacityError,
+    CorruptError,
+    DeadlineError,
+    IncompatibleError,
+    KVFerryError,
+    PeerError,
+    TransportError,
+)
+from kvferry.layout import PoolLayout
+from kvferry.state import Exactness, Limits, SamplingParameters
+from kvferry.transfer import Endpoint, Move, Pool
+from reference_kit import GREEDY, PENALISED, SAMPLED, limits, prompt, seen, take, text_of, tiny
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+SCHEMES, MODES = ("shm", "tcp"), ("push", "pull")
+STEPS = 20
+_names = itertools.count()
+Opened = Callable[..., "Worker"]
+
+
+@dataclass
+class Worker:
+    """One engine with its pool and endpoint."""
+
+    engine: ReferenceEngine
+    endpoint: Endpoint
+
+    @property
+    def is_idle(self) -> bool:
+        stats = self.endpoint.stats()
+        free = self.engine.pool.num_free_blocks == self.engine.pool.group.num_blocks
+        return free and (stats.transfers, stats.holds, stats.grants, stats.copies) == (0, 0, 0, 0)
+
+
+@pytest.fixture
+def worker(opened: Callable[..., Endpoint]) -> Opened:
+    """Make workers of one tiny model; all is closed when the test ends."""
+
+    def make(
+        scheme: str, *, block_size: int = 16, seed: int = 0, num_tokens: int = 2048, process: bool = False
+    ) -> Worker:
+        model = tiny(seed)
+        layout = PoolLayout.paged(
+            range(model.config.layers),
+            kv_heads=model.config.kv_heads,
+            head_dim=model.config.head_dim,
+            dtype="float32",
+            block_size=block_size,
+            num_blocks=num_tokens // block_size,
+        )
+        pool = Pool.allocate(layout)
+        engine = ReferenceEngine(model, layout, pool.array, chunk_tokens=32)
+        shuffled = np.random.default_rng(next(_names)).permutation(
+            engine.pool.allocate(engine.pool.num_free_blocks)
+        )
+        engine.pool.free(shuffled)
+        address = "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://handoff-{next(_names)}"
+        endpoint = opened(
+            layout, address, pool=pool, requirements=engine.requirements(), process=process, timeouts=QUICK
+        )
+        return Worker(engine, endpoint)
+
+    return make
+
+
+def prefill(
+    worker: Worker, name: str, tokens: int, sampling: SamplingParameters, given: Limits, *, steps: int = 0
+) -> list[StepOutput]:
+    """Prefill a request, and decode some tokens of it at the prefill worker already."""
+    worker.engine.submit(name, prompt(tokens), sampling, given)
+    while not worker.engine.prefill(name):
+        pass
+    return take(worker.engine, name, steps)
+
+
+def begin(source: Worker, target: Worker, name: str, mode: str) -> tuple[Move, tuple, object]:
+    """Start the move of a prefilled request; returns decode's future, its blocks, and prefill's outcome."""
+    tokens = source.engine.request(name).kv_tokens
+    state = source.engine.export_state(name, Exactness.BITS)
+    tables = target.engine.allocate(len(state.tokens.ids) // 4 + 1)
+    if mode == "pull":
+        ticket = source.endpoint.offer(state, source.engine.tables(name))
+        return target.endpoint.pull(ticket, tables), tables, source.endpoint.outcome(ticket)
+    ticket = target.endpoint.reserve(name, tokens, tables)
+    move = target.endpoint.arrival(ticket)
+    push = source.endpoint.push(ticket, source.engine.tables(name), tokens=tokens, state=state)
+    outcome = source.endpoint.outcome(ticket)
+    for layer in range(source.engine.model.config.layers):
+        push.layer(layer)
+    push.commit(state)
+    return move, tables, outcome
+
+
+def finish(source: Worker, target: Worker, name: str, begun: tuple[Move, tuple, object]) -> None:
+    """Import what arrived, say started, and let prefill forget it."""
+    move, tables, outcome = begun
+    state = move.result()
+    assert state is not None
+    target.engine.import_state(state, tables)
+    move.started()
+    outcome.result(5)  # type: ignore[attr-defined]
+    source.engine.release(name)
+
+
+def alone(tokens: int, sampling: SamplingParameters, given: Limits) -> list[StepOutput]:
+    """The same request in one engine, from a pool that has never heard of a handoff."""
+    model = tiny()
+    layout = PoolLayout.paged(
+        range(model.config.layers),
+        kv_heads=model.config.kv_heads,
+        head_dim=model.config.head_dim,
+        dtype="float32",
+        block_size=16,
+        num_blocks=64,
+    )
+    engine = ReferenceEngine(model, layout, chunk_tokens=32)
+    engine.submit("alone", prompt(tokens), sampling, given)
+    while not engine.prefill("alone"):
+        pass
+    return take(engine, "alone", 999)
+
+
+@pytest.mark.parametrize("block_sizes", [(16, 16), (32, 32), (16, 32), (32, 16)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_same_tokens_and_bits_as_one_process(
+    worker: Opened, scheme: str, mode: str, block_sizes: tuple[int, int]
+) -> None:
+    """Greedy, sampled and penalised requests continue with the tokens and logits bits of one process."""
+    source = worker(scheme, block_size=block_sizes[0])
+    target = worker(scheme, block_size=block_sizes[1])
+    for name, sampling, steps in (("a", GREEDY, 0), ("b", SAMPLED, 1), ("c", PENALISED, 9)):
+        before = prefill(source, name, 75, sampling, limits(STEPS), steps=steps)
+        finish(source, target, name, begin(source, target, name, mode))
+        after = take(target.engine, name, 999)
+        assert seen(before + after) == seen(alone(75, sampling, limits(STEPS))), name
+        target.engine.release(name)
+    assert source.is_idle
+    wait_until(lambda: target.is_idle)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_with_transfer_processes(worker: Opened, scheme: str, mode: str) -> None:
+    """The same with each endpoint's node in a process of its own."""
+    source, target = worker(scheme, process=True), worker(scheme, process=True)
+    before = prefill(source, "r", 75, SAMPLED, limits(STEPS), steps=2)
+    finish(source, target, "r", begin(source, target, "r", mode))
+    assert seen(before + take(target.engine, "r", 999)) == seen(alone(75, SAMPLED, limits(STEPS)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_several_requests_in_flight(worker: Opened, scheme: str, mode: str) -> None:
+    """Five requests move at once, are imported in another order, decode as one batch, and none notices."""
+    source, target = worker(scheme), worker(scheme)
+    requests = {f"r{n}": (40 + 9 * n, (GREEDY, SAMPLED, PENALISED)[n % 3], n) for n in range(5)}
+    got = {}
+    for name, (tokens, sampling, steps) in requests.items():
+        got[name] = prefill(source, name, tokens, sampling, limits(STEPS), steps=steps)
+    begun = {name: begin(source, target, name, mode) for name in requests}
+    for name in reversed(begun):
+        finish(source, target, name, begun[name])
+    while outputs := target.engine.step():
+        for output in outputs:
+            got[output.request_id].append(output)
+    for name, (tokens, sampling, _) in requests.items():
+        assert seen(got[name]) == seen(alone(tokens, sampling, limits(STEPS)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_stop_string_half_matched_when_it_moves(worker: Opened, scheme: str, mode: str) -> None:
+    """The first half of a stop string comes from prefill, the second from decode: it still stops."""
+    text = text_of(alone(75, SAMPLED, limits(STEPS)))
+    given = limits(STEPS, stop_strings=(text[5:9],))
+    expected = alone(75, SAMPLED, given)
+    assert expected[-1].finish is FinishReason.STOP_STRING
+    source, target = worker(scheme), worker(scheme)
+    before = prefill(source, "r", 75, SAMPLED, given, steps=len(expected) - 2)
+    finish(source, target, "r", begin(source, target, "r", mode))
+    assert seen(before + take(target.engine, "r", 999)) == seen(expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_other_weights_are_refused_before_a_byte_moves(worker: Opened, scheme: str, mode: str) -> None:
+    """A decode worker with other weights: refused by name at the handshake; nothing is held after it."""
+    source, target = worker(scheme), worker(scheme, seed=1)
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    with pytest.raises(IncompatibleError, match="weights") as caught:
+        begin(source, target, "r", mode)[0].result()
+    assert caught.value.bytes_done == 0
+    assert not target.endpoint.pool.array.any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_zeroed_payload_is_refused(worker: Opened, scheme: str, mode: str) -> None:
+    """Prefill's blocks are zeroed between export and move: refused by the digest, and nothing stays held."""
+    source, target = worker(scheme), worker(scheme)
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    state = source.engine.export_state("r", Exactness.BITS)
+    tables = target.engine.allocate(76)
+    if mode == "pull":
+        ticket = source.endpoint.offer(state, source.engine.tables("r"))
+        wait_until(lambda: source.endpoint.stats().digesting == 0)
+        source.engine.memory[:] = 0
+        move = target.endpoint.pull(ticket, tables)
+    else:
+        ticket = target.endpoint.reserve("r", 75, tables)
+        move = target.endpoint.arrival(ticket)
+        push = source.endpoint.push(ticket, source.engine.tables("r"), tokens=75, state=state)
+        saved = source.engine.memory.copy()
+        source.engine.memory[:] = 0
+        push.layers(0, 4)
+        wait_until(lambda: source.endpoint.stats().copies == target.endpoint.stats().copies == 0)
+        source.engine.memory[:] = saved
+        push.commit(state)
+    with pytest.raises(CorruptError, match="digest"):
+        move.result()
+    source.engine.release("r")
+    target.engine.free(tables)
+    wait_until(lambda: source.is_idle and target.is_idle)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_decode_without_room(worker: Opened, scheme: str, mode: str) -> None:
+    """No block for the next token: one CapacityError naming the group, nothing held on either side."""
+    source, target = worker(scheme), worker(scheme)
+    prefill(source, "r", 64, GREEDY, limits(STEPS))  # exactly four blocks: the next token needs a fifth
+    state = source.engine.export_state("r", Exactness.BITS)
+    tables = target.engine.allocate(64)
+    if mode == "pull":
+        move = target.endpoint.pull(source.endpoint.offer(state, source.engine.tables("r")), tables)
+    else:
+        ticket = target.endpoint.reserve("r", 64, tables)
+        move = target.endpoint.arrival(ticket)
+        source.endpoint.push(ticket, source.engine.tables("r"), tokens=64, state=state)
+    with pytest.raises(CapacityError, match="full"):
+        move.result()
+    source.engine.release("r")
+    target.engine.free(tables)
+    wait_until(lambda: source.is_idle and target.is_idle)
+    with pytest.raises(CapacityError):
+        target.engine.allocate(10**6)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_expired_ticket_is_refused(worker: Opened, scheme: str) -> None:
+    """The lease ended before decode came: refused with the reason, nothing held on either side."""
+    source, target = worker(scheme), worker(scheme)
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    state = source.engine.export_state("r", Exactness.BITS)
+    ticket = source.endpoint.offer(state, source.engine.tables("r"), lease_seconds=0.05)
+    with pytest.raises(DeadlineError):
+        source.endpoint.outcome(ticket).result(5)
+    source.engine.release("r")
+    tables = target.engine.allocate(76)
+    with pytest.raises(DeadlineError, match="no longer good"):
+        target.endpoint.pull(ticket, tables).result()
+    target.engine.free(tables)
+    assert source.is_idle
+    assert target.is_idle
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_peer_gone(worker: Opened, scheme: str) -> None:
+    """Prefill is gone when decode pulls, and decode when prefill pushes: one error, nothing held."""
+    source, target = worker(scheme), worker(scheme)
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    state = source.engine.export_state("r", Exactness.BITS)
+    ticket = source.endpoint.offer(state, source.engine.tables("r"))
+    tables = target.engine.allocate(76)
+    into = target.endpoint.reserve("r", 75, tables)
+    source.endpoint.close()
+    with pytest.raises(TransportError):
+        target.endpoint.pull(ticket, tables).result()
+    target.endpoint.withdraw(into)
+    target.engine.free(tables)
+    assert target.is_idle
+    third = worker(scheme)
+    prefill(third, "r", 75, GREEDY, limits(STEPS))
+    target.endpoint.close()
+    with pytest.raises(TransportError):
+        third.endpoint.push(into, third.engine.tables("r"), tokens=75)
+    third.engine.release("r")
+    assert third.is_idle
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_import_that_refuses_frees_both_sides(worker: Opened, mode: str) -> None:
+    """Decode's engine refuses after the commit (the id is in use there): both sides get their blocks back."""
+    source, target = worker("shm"), worker("shm")
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    prefill(target, "r", 40, GREEDY, limits(STEPS))
+    move, tables, outcome = begin(source, target, "r", mode)
+    state = move.result()
+    assert state is not None
+    with pytest.raises(KVFerryError) as caught:
+        target.engine.import_state(state, tables)
+    move.abort(caught.value)
+    with pytest.raises(KVFerryError, match="gave up"):
+        outcome.result(5)  # type: ignore[attr-defined]
+    target.engine.free(tables)
+    for side in (source, target):
+        side.engine.release("r")
+    wait_until(lambda: source.is_idle and target.is_idle)
+
+
+def test_a_state_of_another_transfer_is_refused(worker: Opened) -> None:
+    """A second handoff under an id that was visible already is refused: visible exactly once."""
+    source, target = worker("shm"), worker("shm")
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    state = source.engine.export_state("r", Exactness.BITS)
+    for expected in (None, PeerError):
+        ticket = source.endpoint.offer(state, source.engine.tables("r"))
+        tables = target.engine.allocate(76)
+        move = target.endpoint.pull(ticket, tables)
+        if expected is None:
+            move.result()
+            move.started()
+            source.endpoint.outcome(ticket).result(5)
+        else:
+            with pytest.raises(expected, match="transfer_id"):
+                move.result()
+
+
+def test_the_tiny_model_is_not_the_only_one_that_was_thought_of() -> None:
+    """Three KV heads, as SmolLM2 has, are a tiny model too."""
+    assert tiny_model(0, kv_heads=3).config.kv_heads == 3
