@@ -136,7 +136,7 @@ DAMAGES = [
     Damage(6, "position off by one", "positions.next is 37", change("positions.next", 37)),
     Damage(6, "rope offset lost", "positions.next", change("positions.rope_delta", 0)),
     Damage(6, "grammar ahead of the output", "grammar.accepted_tokens", change("grammar.accepted_tokens", 4)),
-    Damage(6, "log-probability row lost", "logprobs.output is 1 rows", without("logprobs.output.0")),
+    Damage(6, "log-probability row lost", "logprobs.output is 1 rows, expected 2", without("logprobs.output.0")),
     Damage(6, "draft cache ahead of its tokens", "draft.kv_tokens is 44", change("draft.kv_tokens", 44)),
     Damage(
         6, "draft window miscounted", "draft.layers 0.cumulative_length",

@@ -160,6 +160,17 @@ def test_between_rounds_needs_no_pending_drafts() -> None:
     s.check_before_move(best, local, good_expectation())
 
 
+def test_counts_may_reach_their_limit() -> None:
+    """Everything emitted, a draft cache up to the last draft, a last token left, the context just full."""
+    state = put(put(good_state(), "tokens.emitted_tokens", 3), "logprobs.output", ())
+    state = put(state, "draft.kv_tokens", 43)
+    for i in range(2):
+        state = put(state, f"draft.tensors.{i}.shape", (43, 1, 8))
+    state = put(state, "limits.max_tokens_left", 1)
+    local = put(good_requirements(), "fingerprint.max_context", 41)
+    s.check_before_move(state, local, good_expectation())
+
+
 def test_opaque_group_may_have_any_number_of_slots() -> None:
     """An engine's opaque bytes take as many slots as they need, but not none."""
     need = s.GroupNeed(group="native:toy", block_tokens=None, layout="native:toy", slots=None)

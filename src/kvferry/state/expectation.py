@@ -28,7 +28,8 @@ class Expectation(Record, frozen=True, kw_only=True):
     state arrived, ``estimated_seconds`` is the planned time of the rest: move and load.
     ``known_multimodal`` and ``compiled_grammars`` (digests) are what this side has ready for the
     request. ``parts``: optional fields of the record that the request is known to need here (a
-    grammar, log-probabilities), so that a peer which forgot one is found out. ``bytes_moved``: KV bytes that have arrived already (a push layer by layer).
+    grammar, log-probabilities), so that a peer which forgot one is found out. ``bytes_moved``: KV
+    bytes that have arrived already (a push layer by layer).
     """
 
     request_id: Name
