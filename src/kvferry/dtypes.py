@@ -30,6 +30,7 @@ class DtypeClass(StrEnum):
     GROUP_SCALED = "scale per group, floating point"
     GGML = "ggml block"
     MLA_PACKED = "packed MLA row"
+    INDEXER = "DSA indexer row"
 
 
 class KVDtype(msgspec.Struct, frozen=True):
@@ -58,7 +59,7 @@ _ALL = (
     KVDtype("int4_per_token_head", DtypeClass.ROW_SCALED, 2, 1, 4),
     KVDtype("nvfp4", DtypeClass.GROUP_SCALED, 16, 9),
     KVDtype("mxfp4", DtypeClass.GROUP_SCALED, 32, 17),
-    KVDtype("fp8_group128", DtypeClass.GROUP_SCALED, 128, 132),
+    KVDtype("fp8_group128", DtypeClass.INDEXER, 128, 132),
     KVDtype("q8_0", DtypeClass.GGML, 32, 34),
     KVDtype("q5_1", DtypeClass.GGML, 32, 24),
     KVDtype("q5_0", DtypeClass.GGML, 32, 22),

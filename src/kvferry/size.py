@@ -26,11 +26,10 @@ from kvferry.errors import InputError
 from kvferry.model import Growth, LayerGroup, LayerKind, ModelShape
 from kvferry.model.row import Row, assumed_dtypes, resolve_dtypes, row_of
 
-__all__ = ["GroupSize", "KVSize", "kv_size", "state_record_bytes"]
+__all__ = ["MAX_TOKENS", "GroupSize", "KVSize", "kv_size", "state_record_bytes"]
 
 MAX_TOKENS = 10**12
 MAX_RANKS = 10**5
-STATE_RECORD_FIXED_BYTES = 4096
 
 
 class GroupSize(msgspec.Struct, frozen=True):
@@ -93,11 +92,12 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class _Rows(msgspec.Struct, frozen=True):
-    """Rows of one layer: live, rounded up to blocks, to be moved; and the blocks to be moved."""
+    """Rows of one layer: live, rounded up to blocks, to be moved; and its blocks, all and to be moved."""
 
     live: int
     blocked: int
     wire: int
+    blocks: int
     wire_blocks: int
 
 
@@ -134,15 +134,22 @@ def kv_size(
     request = _Request(tokens, cached_tokens, block_size, tp, pp, encoder)
     _check(shape, request)
     dtypes = resolve_dtypes(shape.dtype, kv_dtype, k_dtype, v_dtype)
-    state_bytes = state_record_bytes(tokens, _logits_row(shape) if last_logits else 0)
+    logits = _logits_row(shape) if last_logits else 0
     starts = _stage_starts(shape.num_layers, pp)
     stages = [0] * pp
     groups = []
+    num_layers = num_tensors = num_blocks = 0
     for group in shape.groups:
         row, rows = row_of(group.kind, group.tensors, dtypes, tp), _rows(group, request)
         groups.append(_group_size(group, row, rows, request))
+        num_layers += len(group.layers)
+        num_tensors += len(group.layers) * len(group.tensors)
+        num_blocks += rows.blocks
         for stage, layers in enumerate(_layers_by_stage(group.layers, starts)):
             stages[stage] += layers * rows.blocked * row.rank_nbytes
+    state_bytes = state_record_bytes(
+        tokens, layers=num_layers, tensors=num_tensors, blocks=num_blocks, logits=logits
+    )
     assumed: tuple[str, ...] = ()
     if shape.dtype is None:
         assumed = assumed_dtypes(
@@ -151,12 +158,14 @@ def kv_size(
     return _total(shape, request, stages, tuple(groups), state_bytes=state_bytes, assumed=assumed)
 
 
-def state_record_bytes(tokens: int, logits: int = 0) -> int:
-    """Estimate of the execution state's record: 4,096 + 4 per token id + 4 per logit that travels.
+def state_record_bytes(tokens: int, *, layers: int, tensors: int, blocks: int, logits: int = 0) -> int:
+    """Estimate of the execution state's record, encoded.
 
-    The fixed part stands for identity, fingerprints, layer table, sampling and RNG.
+    4,096 for identity, fingerprints, sampling, RNG and text; 96 for each layer's entry and 120 for
+    each tensor's; 4 for each token id, block id, and logit that travels. The fixed numbers are what
+    records of real requests take as msgpack; a draft's probabilities are not in them.
     """
-    return STATE_RECORD_FIXED_BYTES + 4 * tokens + 4 * logits
+    return 4096 + 96 * layers + 120 * tensors + 4 * (tokens + blocks + logits)
 
 
 def _total(
@@ -223,10 +232,11 @@ def _rows(group: LayerGroup, request: _Request) -> _Rows:
     tokens, block = request.tokens, request.block_size
     match group.kind.growth:
         case Growth.CONSTANT:
-            return _Rows(1, 1, 1, 1)
+            return _Rows(1, 1, 1, 1, 1)
         case Growth.ENCODER:
             encoder = request.encoder_tokens
-            return _Rows(encoder, encoder, encoder, _blocks(encoder, block))
+            blocks = _blocks(encoder, block)
+            return _Rows(encoder, encoder, encoder, blocks, blocks)
         case Growth.WINDOW:
             return _all_move(min(tokens, group.limit_tokens), block)
         case Growth.CHUNK:
@@ -235,16 +245,16 @@ def _rows(group: LayerGroup, request: _Request) -> _Rows:
     live = tokens // ratio
     if block is None:
         wire = live - request.cached_tokens // ratio
-        return _Rows(live, live, wire, 1 if wire else 0)
+        return _Rows(live, live, wire, 1, 1 if wire else 0)
     held_blocks = request.cached_tokens // block
     blocked = -(-blocks * block // ratio)
-    return _Rows(live, blocked, blocked - held_blocks * block // ratio, blocks - held_blocks)
+    return _Rows(live, blocked, blocked - held_blocks * block // ratio, blocks, blocks - held_blocks)
 
 
 def _all_move(live: int, block: int | None) -> _Rows:
     blocks = _blocks(live, block)
     blocked = live if block is None else blocks * block
-    return _Rows(live, blocked, blocked, blocks)
+    return _Rows(live, blocked, blocked, blocks, blocks)
 
 
 def _blocks(rows: int, block: int | None) -> int:

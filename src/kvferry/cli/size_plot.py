@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvferry.cli.size_table import short_names
 from kvferry.errors import InputError
+from kvferry.size import MAX_TOKENS
 from kvferry.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ _MIN_LAST_TOKENS = 2**17
 
 def token_counts(asked: int) -> list[int]:
     """Where to draw: from 1 to twice the tokens asked about, or to 131,072; rising, without repeats."""
-    last = max(2 * asked, _MIN_LAST_TOKENS)
+    last = min(max(2 * asked, _MIN_LAST_TOKENS), MAX_TOKENS)
     steps = range(last.bit_length() * _POINTS_PER_DOUBLING + 1)
     counts = {round(2 ** (step / _POINTS_PER_DOUBLING)) for step in steps}
     return sorted({count for count in counts if count <= last} | {asked, last})
@@ -50,11 +52,11 @@ def draw(path: Path, models: Sequence[str], shapes: Sequence[ModelShape], option
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     counts = token_counts(options.tokens)
-    for model, shape in zip(models, shapes, strict=True):
+    for model, shape in zip(short_names(models), shapes, strict=True):
         sizes = curve(shape, options, counts)
         totals = [size.logical_bytes for size in sizes]
         (line,) = axes.plot(counts, totals, label=model)
-        constant = _constant(sizes[0])
+        constant = sizes[0].constant_bytes  # what is there at the first token and never grows
         if constant:
             label = f"{model}: constant {format_bytes(constant)}"
             axes.plot(counts, [constant] * len(counts), "--", color=line.get_color(), label=label)
@@ -70,8 +72,3 @@ def draw(path: Path, models: Sequence[str], shapes: Sequence[ModelShape], option
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise InputError(f"plot: cannot write {path}: {error}") from error
-
-
-def _constant(first: KVSize) -> int:
-    """What is there at the first token and never grows: recurrent state, cross attention."""
-    return first.constant_bytes

@@ -16,7 +16,7 @@ from kvferry.model import Growth
 from kvferry.size import GroupSize, KVSize
 from kvferry.units import format_rate, format_seconds, format_size
 
-__all__ = ["SHOWN_LINKS", "LinkTime", "link_times", "print_json", "print_tables"]
+__all__ = ["SHOWN_LINKS", "LinkTime", "link_times", "print_json", "print_tables", "short_names"]
 
 SHOWN_LINKS = ("nvlink4", "ib-ndr400", "eth100", "eth25")
 """Presets of which the time is shown: inside a node, between nodes, and what many clusters have."""
@@ -55,7 +55,7 @@ def print_json(models: Sequence[str], sizes: Sequence[KVSize]) -> None:
 
 def print_tables(models: Sequence[str], sizes: Sequence[KVSize]) -> None:
     """Per model its layer groups; then the totals of all models side by side, and the link times."""
-    names = _names(models)
+    names = short_names(models)
     width = None if sys.stdout.isatty() else max(_PIPE_COLUMNS, 20 + _PIPE_COLUMNS_PER_MODEL * len(models))
     console = Console(width=width, highlight=False)
     for name, size in zip(names, sizes, strict=True):
@@ -64,7 +64,7 @@ def print_tables(models: Sequence[str], sizes: Sequence[KVSize]) -> None:
     console.print(_LINK_TITLE, _link_table(names, sizes), sep="\n")
 
 
-def _names(models: Sequence[str]) -> list[str]:
+def short_names(models: Sequence[str]) -> list[str]:
     """Short names: a file's folder for a config.json; the arguments themselves where two would be alike."""
     short = []
     for model in models:

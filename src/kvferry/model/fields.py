@@ -21,7 +21,8 @@ MAX_COUNT = 10**7
 class Fields:
     """One JSON object of a config, with the path to it for error messages.
 
-    ``read`` has the names read in this object, ``trace`` the paths read in it and in objects inside;
+    ``read`` has the names read in this object, ``trace`` the paths read in it and in objects inside
+    (``path.name/other_name``);
     ``defaults`` and ``notes`` are what the reader has to be told.
     """
 
@@ -36,7 +37,7 @@ class Fields:
     def get(self, *names: str) -> tuple[str, object | None]:
         """The first of ``names`` that is present and not null, with its name; else (first name, None)."""
         self.read.update(names)
-        self.trace.update(self.path + name for name in names)
+        self.trace.add(self.path + "/".join(names))
         for name in names:
             value = self.raw.get(name)
             if value is not None:

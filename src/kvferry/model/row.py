@@ -140,8 +140,8 @@ def _dtype_of(tensor: CacheTensor, dtypes: Dtypes) -> KVDtype:
     return dtypes.k
 
 
-# Dtypes with a known layout, by role; K and V take all but the packed MLA rows.
-_K_OR_V = frozenset(DtypeClass) - {DtypeClass.MLA_PACKED}
+# Dtypes with a known layout, by role; K and V take all but the rows made for one kind of cache.
+_K_OR_V = frozenset(DtypeClass) - {DtypeClass.MLA_PACKED, DtypeClass.INDEXER}
 _ALLOWED = {
     TensorRole.K: _K_OR_V,
     TensorRole.V: _K_OR_V,

@@ -1,0 +1,264 @@
+"""``kvferry size`` as a person uses it: golden sizes, units, comparison, plot, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli import run
+from size_cases import GoldenCase, golden_cases
+
+JSON_KEYS = {
+    *("tokens", "cached_tokens", "logical_bytes", "blocked_bytes", "rank_bytes", "allocated_bytes"),
+    *("wire_bytes", "descriptors", "constant_bytes", "bytes_per_token", "state_bytes", "groups"),
+}
+OPTIONS = (
+    *("tokens", "cached", "kv-dtype", "k-dtype", "v-dtype", "tp", "pp", "block-size"),
+    *("draft", "draft-layers", "encoder-tokens", "json", "plot"),
+)
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(folder: Path, config: object, name: str = "config.json") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(json.dumps(config))
+    return path
+
+
+def process(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("kvferry")), *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment}
+    )
+
+
+@pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case.name)
+def test_golden_sizes_through_the_command_line(
+    case: GoldenCase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every golden row is exact through the command line with the row's options."""
+    path = write(tmp_path, case.config)
+    objects = []
+    for tokens in case.token_counts:
+        assert run(["size", str(path), "--tokens", str(tokens), *case.options, "--json"]) == 0
+        objects.append(json.loads(capsys.readouterr().out))
+    assert case.value_of(objects) == case.expected
+
+
+def test_json_has_the_promised_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--json`` prints one object on stdout, with every key that others rely on."""
+    write(tmp_path, LLAMA)
+    assert run(["size", str(tmp_path), "--tokens", "4096", "--json"]) == 0
+    printed = capsys.readouterr()
+    size = json.loads(printed.out)
+    assert printed.out.count("\n") == 1
+    assert set(size) >= JSON_KEYS
+    assert [group["kind"] for group in size["groups"]] == ["full_attention"]
+    assert all(time["is_measured"] is False for time in size["link_times"])
+
+
+def test_bits_and_bytes_of_the_known_trap(capsys: pytest.CaptureFixture[str]) -> None:
+    """2 x 4096 x 80 x 1024 x 2 is 1.34 GB; 10.7 is its bits, and the bytes of the 64-head model."""
+    assert run(["size", "shape:80x8x128", "--tokens", "4096"]) == 0
+    assert "1,342,177,280 B = 1.34 GB = 1.25 GiB = 10.7 Gb" in capsys.readouterr().out
+    assert run(["size", "shape:80x64x128", "--tokens", "4096"]) == 0
+    assert "10,737,418,240 B = 10.7 GB = 10 GiB = 85.9 Gb" in capsys.readouterr().out
+
+
+def test_table_says_what_a_person_can_act_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table names each layer group, the five numbers, and link times marked unmeasured."""
+    config = {**LLAMA, "model_type": "mistral", "sliding_window": 1024}
+    path = write(tmp_path, config)
+    options = ["--tokens", "4096", "--cached", "3584", "--tp", "8", "--block-size", "16"]
+    assert run(["size", str(path), *options]) == 0
+    out = capsys.readouterr().out
+    for text in ("sliding_window 1,024", "constant", "logical", "blocked", "per rank", "allocated", "wire"):
+        assert text in out
+    assert "descriptors" in out
+    assert out.count("unmeasured") == 5
+
+
+def test_several_models_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several models give one table with a column each, or one object with a list."""
+    a, b = write(tmp_path / "small", LLAMA), write(tmp_path / "large", {**LLAMA, "num_hidden_layers": 64})
+    assert run(["size", str(a), str(b), "--tokens", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "small" in out
+    assert "large" in out
+    assert run(["size", str(a), str(b), "--tokens", "1", "--json"]) == 0
+    models = json.loads(capsys.readouterr().out)["models"]
+    assert [model["logical_bytes"] for model in models] == [131072, 262144]
+
+
+def test_warnings_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An assumption is said on stderr and in the object, and stdout stays one object."""
+    path = write(tmp_path, {**LLAMA, "model_type": "brand_new"})
+    assert run(["size", str(path), "--tokens", "1", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "brand_new" in printed.err
+    assert any("brand_new" in warning for warning in json.loads(printed.out)["warnings"])
+
+
+def test_plot_draws_all_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--plot`` writes a picture with one line a model and says so on stderr."""
+    pytest.importorskip("matplotlib", reason="extra [plot] is not installed")
+    path, picture = (
+        write(tmp_path, {**LLAMA, "model_type": "mistral", "sliding_window": 1024}),
+        tmp_path / "o.svg",
+    )
+    assert run(["size", str(path), "shape:4x2x64", "--tokens", "100", "--plot", str(picture), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert str(picture) in printed.err
+    assert picture.read_text().startswith("<?xml")
+    assert len(json.loads(printed.out)["models"]) == 2
+
+
+def test_plot_without_matplotlib_is_one_line(tmp_path: Path) -> None:
+    """Without the extra, ``--plot`` is refused in one line that says what to install."""
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    result = process(
+        "size", "shape:4x2x64", "--tokens", 1, "--plot", tmp_path / "o.svg", PYTHONPATH=str(tmp_path)
+    )
+    assert result.returncode == 2
+    assert "plot" in one_line(result)
+    assert "kvferry[plot]" in result.stderr
+
+
+def test_help_needs_no_extra() -> None:
+    """``kvferry size --help`` works with no optional package, and lists every option."""
+    program = (
+        "import sys\n"
+        "for name in ('matplotlib', 'torch', 'transformers', 'gguf', 'tokenizers'):\n"
+        "    sys.modules[name] = None\n"
+        "from kvferry.cli import run\n"
+        "sys.exit(run(['size', '--help']))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0
+    for option in OPTIONS:
+        assert f"--{option}" in result.stdout
+
+
+def one_line(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+SHAPE = "shape:4x2x64"
+BAD = {
+    "tokens 1e99": ([SHAPE, "--tokens", "1e99"], "tokens"),
+    "tokens NaN": ([SHAPE, "--tokens", "NaN"], "tokens"),
+    "cached over tokens": ([SHAPE, "--tokens", "5", "--cached", "6"], "cached"),
+    "tp 0": ([SHAPE, "--tokens", "5", "--tp", "0"], "tp"),
+    "no such file": (["/nowhere/config.json", "--tokens", "5"], "model"),
+}
+MORE_BAD = {
+    "tokens 5.7": ([SHAPE, "--tokens", "5.7"], "tokens"),
+    "tokens negative": ([SHAPE, "--tokens", "-5"], "tokens"),
+    "tokens zero": ([SHAPE, "--tokens", "0"], "tokens"),
+    "tokens missing": ([SHAPE], "tokens"),
+    "tokens of 5,000 digits": ([SHAPE, "--tokens", "9" * 5000], "tokens"),
+    "cached negative": ([SHAPE, "--tokens", "5", "--cached", "-1"], "cached"),
+    "tp that does not divide": ([SHAPE, "--tokens", "5", "--tp", "3"], "tp"),
+    "pp over layers": ([SHAPE, "--tokens", "5", "--pp", "5"], "pp"),
+    "block size 0": ([SHAPE, "--tokens", "5", "--block-size", "0"], "block_size"),
+    "unknown dtype": ([SHAPE, "--tokens", "5", "--kv-dtype", "fp7"], "kv_dtype"),
+    "draft layers alone": ([SHAPE, "--tokens", "5", "--draft-layers", "1"], "draft_layers"),
+    "draft layers 0": ([SHAPE, "--tokens", "5", "--draft", "eagle", "--draft-layers", "0"], "draft"),
+    "draft without MTP": ([SHAPE, "--tokens", "5", "--draft", "mtp"], "draft"),
+    "no model": (["--tokens", "5"], "MODEL"),
+    "bad shape": (["shape:4x2", "--tokens", "5"], "model"),
+    "shape of zero heads": (["shape:4x0x64", "--tokens", "5"], "model"),
+    "shape too large": (["shape:4x99999999x64", "--tokens", "5"], "model"),
+    "unknown option": ([SHAPE, "--tokens", "5", "--tokenz", "5"], "tokenz"),
+    "plot to nowhere": ([SHAPE, "--tokens", "5", "--plot", "/nowhere/o.svg"], "plot"),
+    "plot of no kind": ([SHAPE, "--tokens", "5", "--plot", "o.xyz"], "plot"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "named"), BAD.values(), ids=BAD.keys())
+def test_bad_option_through_a_real_process(arguments: list[str], named: str) -> None:
+    """A bad option: one line on stderr that names the field, nothing on stdout, exit status 2."""
+    result = process("size", *arguments)
+    assert result.returncode == 2
+    assert named in one_line(result)
+
+
+@pytest.mark.parametrize(("arguments", "named"), MORE_BAD.values(), ids=MORE_BAD.keys())
+def test_bad_option_is_one_line_and_exit_2(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same for every other option, in this process."""
+    assert run(["size", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert named in printed.err
+    assert len(printed.err) < 500
+
+
+BAD_FILES = {
+    "empty": ("", "empty"),
+    "not JSON": ("{'model_type': 'llama'}", "JSON"),
+    "a list": ("[1, 2]", "list"),
+    "negative": (json.dumps({**LLAMA, "num_hidden_layers": -32}), "num_hidden_layers"),
+    "text": (json.dumps({**LLAMA, "num_key_value_heads": "eight"}), "num_key_value_heads"),
+    "zero heads": (json.dumps({**LLAMA, "num_attention_heads": 0}), "num_attention_heads"),
+    "NaN": (json.dumps({**LLAMA, "hidden_size": float("nan")}), "hidden_size"),
+}
+MORE_BAD_FILES = {
+    "cut off": (json.dumps(LLAMA)[:-9], "JSON"),
+    "a number": ("5", "int"),
+    "nested too deep": ("[" * 100_000, "JSON"),
+    "not text": ("\udcff\udcfe", "JSON"),
+    "1e99": (json.dumps({**LLAMA, "head_dim": 1e99}), "head_dim"),
+    "huge": (json.dumps({**LLAMA, "head_dim": 10**30}), "head_dim"),
+    "5,000 digits": (json.dumps(LLAMA)[:-1] + ', "head_dim": ' + "9" * 5000 + "}", "JSON"),
+    "true": (json.dumps({**LLAMA, "num_hidden_layers": True}), "num_hidden_layers"),
+    "missing": (json.dumps({"model_type": "llama"}), "num_hidden_layers"),
+    "dtype": (json.dumps({**LLAMA, "torch_dtype": "bf15"}), "torch_dtype"),
+    "nested": (json.dumps({"model_type": "llava", "text_config": [1]}), "text_config"),
+    "model_type": (json.dumps({**LLAMA, "model_type": 5}), "model_type"),
+}
+
+
+@pytest.mark.parametrize(("text", "named"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_bad_config_through_a_real_process(text: str, named: str, tmp_path: Path) -> None:
+    """A bad config: one line on stderr that names the file's fault or the field, exit status 2."""
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    result = process("size", path, "--tokens", 5)
+    assert result.returncode == 2
+    assert named in one_line(result)
+
+
+@pytest.mark.parametrize(("text", "named"), MORE_BAD_FILES.values(), ids=MORE_BAD_FILES.keys())
+def test_bad_config_is_one_line_and_exit_2(
+    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same for more kinds of bad files, in this process."""
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert run(["size", str(path), "--tokens", "5"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert named in printed.err
+    assert len(printed.err) < 500
