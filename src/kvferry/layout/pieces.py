@@ -82,7 +82,7 @@ def paged_rows(part: Part, cut: Segments) -> Pieces:
         return _spread_heads(rows, part, heads)
     limited(int(cut.count.sum()) * heads)
     rows = Pieces(src, dst, np.full(src.size, width), cut.start)
-    if heads > 1 and part.src.head > part.src.token:
+    if heads > 1 and part.src.head > part.src.token:  # in the source's order, which saves sorting
         rows = _spread_heads(rows, part, heads)
         return _spread_entries(rows, part, np.repeat(cut.count, heads))
     return _spread_heads(_spread_entries(rows, part, cut.count), part, heads)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from kvferry.errors import IncompatibleError
 from kvferry.layout.match import Key, layer_ranges, mismatches, places
 from kvferry.layout.records import PoolLayout
-from kvferry.layout.words import LayerKind, Role
+from kvferry.layout.words import Role
 
 __all__ = ["RankMove", "rank_plan"]
 
@@ -50,12 +50,13 @@ def rank_plan(src: Sequence[PoolLayout], dst: Sequence[PoolLayout]) -> tuple[Ran
     """
     _check_pairs(src, dst)
     holders, wanted = _by_tensor(src), _by_tensor(dst)
+    kinds = {key: rank.groups[group].kind for rank in dst for key, (group, _) in places(rank).items()}
     turns: Counter[tuple[object, ...]] = Counter()
     moves: defaultdict[tuple[int, int, int], defaultdict[tuple[Role, int], list[Heads]]]
     moves = defaultdict(lambda: defaultdict(list))
     missing: defaultdict[str, set[int]] = defaultdict(set)
     for (layer, role, part), wanting in sorted(wanted.items()):
-        kind = _kind(dst[wanting[0][0]], (layer, role, part))
+        kind = kinds[layer, role, part]
         by_holders: defaultdict[tuple[int, ...], list[_Unit]] = defaultdict(list)
         for unit in _units(holders.get((layer, role, part), []), wanting):
             by_holders[unit.holders].append(unit)
@@ -84,10 +85,6 @@ def _check_pairs(src: Sequence[PoolLayout], dst: Sequence[PoolLayout]) -> None:
                 reasons = mismatches(source, target)
                 if reasons:
                     raise IncompatibleError(f"source rank {i} and destination rank {j}: {'; '.join(reasons)}")
-
-
-def _kind(layout: PoolLayout, key: Key) -> LayerKind:
-    return layout.groups[places(layout)[key][0]].kind
 
 
 def _by_tensor(ranks: Sequence[PoolLayout]) -> dict[Key, Holders]:

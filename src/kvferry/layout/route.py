@@ -7,7 +7,7 @@ offsets of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import IncompatibleError, InputError
 from kvferry.layout.clusters import ChunkGrid, Cluster, source_clusters
-from kvferry.layout.match import layer_ranges, mismatches, places
+from kvferry.layout.match import Key, Place, layer_ranges, mismatches, places
 from kvferry.layout.records import PoolLayout, TensorLayout
 from kvferry.layout.words import Role
 
@@ -92,11 +92,12 @@ def route(src: PoolLayout, dst: PoolLayout, selection: Selection) -> tuple[Run, 
     chosen = common if selection.layers is None else set(selection.layers)
     if not chosen <= common:
         raise InputError(f"layers: {layer_ranges(chosen - common)} not held by both sides")
+    there = places(dst)
     rows = [
         (shape, cluster.offset, dst_offset, cluster.first_chunk_id)
         for cluster in source_clusters(src)
         if cluster.layer in chosen
-        for shape, dst_offset in _shapes(cluster, dst, selection)
+        for shape, dst_offset in _shapes(cluster, there, selection)
     ]
     runs = []
     for shape, members in groupby(rows, key=lambda row: row[0]):
@@ -105,14 +106,16 @@ def route(src: PoolLayout, dst: PoolLayout, selection: Selection) -> tuple[Run, 
     return tuple(runs)
 
 
-def _shapes(cluster: Cluster, dst: PoolLayout, selection: Selection) -> Iterator[tuple[Shape, int]]:
+def _shapes(
+    cluster: Cluster, there: Mapping[Key, Place], selection: Selection
+) -> Iterator[tuple[Shape, int]]:
     """The shape of a cluster and its offset at the destination; nothing if no part of it is selected."""
     parts = []
     first: int | None = None
     for tensor in cluster.tensors:
         if selection.parts is not None and (tensor.role, tensor.part) not in selection.parts:
             continue
-        dst_group, other = places(dst)[tensor.layer, tensor.role, tensor.part]
+        dst_group, other = there[tensor.layer, tensor.role, tensor.part]
         low, high = selection.head_range or (0, tensor.head_stop)
         start = max(low, tensor.head_start, other.head_start)
         heads = min(high, tensor.head_stop, other.head_stop) - start
