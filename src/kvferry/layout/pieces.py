@@ -25,8 +25,8 @@ __all__ = [
 
 Int64 = NDArray[np.int64]
 
-# 3 x 8 bytes a piece: 800 MB of plan. 128 Ki tokens of 160 tensors copied head by head between
-# NHD and HND stay below it for one head; more must move in parts.
+# 3 x 8 bytes a piece: 800 MB of plan. The worst case, NHD to HND, has a piece for each token, head
+# and tensor: 26,000 tokens of 8 heads and 160 tensors. Longer requests move some layers at a time.
 MAX_PIECES = 1 << 25
 
 
@@ -72,14 +72,11 @@ def paged_rows(part: Part, cut: Segments) -> Pieces:
     """
     src = part.src.offset + cut.src_block * part.src.block + cut.src_entry * part.src.token
     dst = part.dst.offset + cut.dst_block * part.dst.block + cut.dst_entry * part.dst.token
-    rows = Pieces(src, dst, np.full(src.size, part.row_nbytes), cut.start)
     width, heads = part.row_nbytes, part.heads
-    if heads == 1 or part.src.head == part.dst.head == width:
-        width *= heads
-        heads = 1
+    if part.src.head == part.dst.head == width:
+        width, heads = width * heads, 1
     if part.src.token == part.dst.token == width:
-        rows = Pieces(src, dst, cut.count * width, cut.start)
-        return _spread_heads(rows, part, heads)
+        return _spread_heads(Pieces(src, dst, cut.count * width, cut.start), part, heads)
     limited(int(cut.count.sum()) * heads)
     rows = Pieces(src, dst, np.full(src.size, width), cut.start)
     if heads > 1 and part.src.head > part.src.token:  # in the source's order, which saves sorting

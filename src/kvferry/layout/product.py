@@ -56,7 +56,8 @@ class StridedPlan:
     def views(self, src: Bytes, dst: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
         """(destination, source) views of the two pools' bytes, copy by copy: ``np.copyto(*views)``.
 
-        Raises ValueError where a copy leaves its pool; copies before it may have been made.
+        Raises TypeError or ValueError (NumPy's) where a copy leaves its pool; the copies before it
+        may have been made.
         """
         rows = np.stack([getattr(self, field.name) for field in fields(self)], axis=1).tolist()
         for src_at, dst_at, planes, src_plane, dst_plane, repeats, src_step, dst_step, nbytes in rows:
