@@ -172,6 +172,17 @@ def test_blocks_are_held_by_one_request_each_and_all_come_back(actions: list[int
     assert engine.pool.num_free_blocks == total
 
 
+def test_the_last_block_is_given_and_not_one_more() -> None:
+    """A refused allocation takes none, so that the same blocks can be had afterwards."""
+    engine = make_engine(Layout(tokens=64))
+    with pytest.raises(CapacityError, match="5 blocks wanted, 4 of 4 free"):
+        engine.allocate(65)
+    (table,) = engine.allocate(64)
+    assert sorted(table.ids) == [0, 1, 2, 3]
+    with pytest.raises(CapacityError, match="1 blocks wanted, 0 of 4 free"):
+        engine.allocate(1)
+
+
 def test_a_step_without_room_changes_nothing() -> None:
     """CapacityError comes before anything is computed; after a release the step gives what it would have."""
     engine = make_engine(Layout(tokens=64))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.engines.reference import sampler
 from kvferry.engines.reference.sampler import Sampler, distribution, logprob, uniform
 from kvferry.state import LogitBias, SamplingParameters, pack_ids
 
@@ -116,13 +117,13 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution_at_the_philox_numb
     logits: list[float], given: SamplingParameters, prompt: list[int], output: list[int], draws: int
 ) -> None:
     """The token is the first whose cumulative probability passes the draw, found by a plain loop."""
-    sampler = make(given, prompt, output, draws)
+    one = make(given, prompt, output, draws)
     row = np.array(logits, np.float32)
-    p = distribution(sampler.adjusted(row), given)
+    p = distribution(one.adjusted(row), given)
     point, below = uniform(given.seed or 0, draws) * p.sum(), 0.0
     expected = next(token for token, share in enumerate(p) if (below := below + share) > point)
-    assert sampler.sample(row) == expected
-    assert sampler.draws == draws + 1
+    assert one.sample(row) == expected
+    assert one.draws == draws + 1
 
 
 @given(st.integers(0, 2**127), st.integers(0, 2**80))
@@ -159,13 +160,20 @@ def test_forbidden_and_not_allowed_tokens_are_never_chosen(
         assert make(masked, prompt, []).sample(row) not in out
 
 
+def test_a_draw_of_zero_never_falls_on_a_token_of_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the interval that a cut token leaves behind belongs to the next one."""
+    monkeypatch.setattr(sampler, "uniform", lambda *_: 0.0)
+    only = SamplingParameters(temperature=1.0, seed=1, allowed_tokens=pack_ids([4, 6]))
+    assert make(only, [], []).sample(np.zeros(VOCAB, np.float32)) == 4
+
+
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     """Ties do not depend on the order in which a kernel looks at them."""
     row = np.zeros(VOCAB, np.float32)
     row[[7, 4, 9]] = 2
-    sampler = make(SamplingParameters(temperature=0.0), [], [])
-    assert sampler.sample(row) == 4
-    assert sampler.draws == 0
+    greedy = make(SamplingParameters(temperature=0.0), [], [])
+    assert greedy.sample(row) == 4
+    assert greedy.draws == 0
 
 
 @given(logits_rows, st.integers(0, VOCAB - 1))

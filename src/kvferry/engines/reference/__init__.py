@@ -1,7 +1,7 @@
 """The reference engine: small, exact, in NumPy. It is the oracle of every claim about a handoff."""
 
 from kvferry.engines.reference.engine import ReferenceEngine
-from kvferry.engines.reference.request import FinishReason, Request, StepOutput
+from kvferry.engines.reference.request import FinishReason, Request, StepOutput, check_sampling
 from kvferry.engines.reference.tokenizer import Tokenizer, chat_prompt
 from kvferry.engines.reference.weights import Model, ModelConfig, load_smollm2, tiny_model
 
@@ -14,6 +14,7 @@ __all__ = [
     "StepOutput",
     "Tokenizer",
     "chat_prompt",
+    "check_sampling",
     "load_smollm2",
     "tiny_model",
 ]

@@ -141,7 +141,7 @@ def check_sampling(given: SamplingParameters, vocab_size: int) -> None:
         ("repetition_penalty", given.repetition_penalty, 0 < given.repetition_penalty < math.inf, "above 0"),
         ("presence and frequency penalty", penalties, all(map(math.isfinite, penalties)), "finite"),
         ("logit_bias", biases, all(bias < math.inf for bias in biases), "below infinity"),
-        ("seed", given.seed, (given.seed or 0) < 1 << _SEED_BITS, f"below 2^{_SEED_BITS}"),
+        ("seed", given.seed, 0 <= (given.seed or 0) < 1 << _SEED_BITS, f"from 0 to 2^{_SEED_BITS}"),
         ("n", given.n, given.n == 1, "1"),
         ("token ids", max(ids, default=0), max(ids, default=0) < vocab_size, f"below {vocab_size}"),
         ("bad_tokens", "", all(given.bad_tokens), "not empty"),
