@@ -28,7 +28,7 @@ ModelName = Literal["smollm2", "tiny"]
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
-    """One demo. ``prompt`` None: the project's own text."""
+    """One demo. ``prompt`` None: the project's own text. ``model`` auto: real weights if installed."""
 
     transport: str = "shm"
     mode: str = "pull"
@@ -36,6 +36,7 @@ class DemoOptions(msgspec.Struct, frozen=True):
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int | None = None
+    model: str = "auto"
     block_size: int = 16
     decode_block_size: int | None = None
     axis_order: str = "NHD"

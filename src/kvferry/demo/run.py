@@ -28,7 +28,7 @@ from kvferry.demo.records import (
     WorkerEvent,
 )
 from kvferry.demo.stage import Continuation, OnProgress, load_model, run_alone
-from kvferry.engines.reference import Model, chat_prompt
+from kvferry.engines.reference import Model, chat_prompt, check_sampling
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
 from kvferry.state import Limits, SamplingParameters
 
@@ -52,7 +52,7 @@ def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoResult:
     handoff; no process is left behind.
     """
     _check(options)
-    name, model = _choose_model(on_progress)
+    name, model = _choose_model(options.model, on_progress)
     jobs = _jobs(options, name, model)
     total = len(jobs["prefill"].prompt_ids) + options.max_tokens
     with _Worker(jobs["prefill"], on_progress) as prefill, _Worker(jobs["decode"], on_progress) as decode:
@@ -71,24 +71,34 @@ def _check(options: DemoOptions) -> None:
     for field, value, known in (
         ("transport", options.transport, TRANSPORTS),
         ("mode", options.mode, MODES),
+        ("model", options.model, ("auto", *get_args(ModelName))),
     ):
         if value not in known:
             raise InputError(f"{field}: {value!r} is not one of {', '.join(known)}")
     if options.max_tokens < 1:
         raise InputError(f"tokens: {options.max_tokens} is less than 1")
+    for field, block_size in (
+        ("block_size", options.block_size),
+        ("decode_block_size", options.decode_block_size),
+    ):
+        if block_size is not None and not 1 <= block_size <= 4096:
+            raise InputError(f"{field}: {block_size} is not from 1 to 4096 tokens")
     if options.prompt is not None and not options.prompt.strip():
         raise InputError("prompt: it is empty")
 
 
-def _choose_model(on_progress: OnProgress) -> tuple[ModelName, Model]:
+def _choose_model(wanted: str, on_progress: OnProgress) -> tuple[ModelName, Model]:
+    """The model that was asked for; ``auto`` takes random weights, and says so, if it must."""
+    real, random = get_args(ModelName)
+    name: ModelName = random if wanted == random else real
     on_progress("load", 0, 1, "")
-    name: ModelName
-    smollm2, tiny = get_args(ModelName)
     try:
-        name, model = smollm2, load_model(smollm2)
+        model = load_model(name)
     except LocalError as error:
-        print(f"kvferry: using random weights: {error}", file=sys.stderr)
-        name, model = tiny, load_model(tiny)
+        if wanted != "auto":
+            raise
+        print(f"kvferry: random weights instead of SmolLM2: {error}", file=sys.stderr)
+        name, model = random, load_model(random)
     on_progress("load", 1, 1, "")
     return name, model
 
@@ -105,6 +115,7 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
     sampling = SamplingParameters(
         temperature=options.temperature, seed=0 if options.seed is None else options.seed
     )
+    check_sampling(sampling, model.config.vocab_size)
     jobs = {}
     for role, block_size, axis_order in (
         ("prefill", options.block_size, options.axis_order),

@@ -1,0 +1,100 @@
+"""What ``kvferry demo`` shows: bars while it runs, then what moved and what took the time."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from rich.bar import Bar
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvferry.demo import DemoResult
+from kvferry.units import format_bytes, format_rate, format_seconds
+
+__all__ = ["StageBars", "print_json", "show"]
+
+_STAGES = {
+    "load": "load the model",
+    "prefill": "prefill worker: prompt",
+    "decode": "decode worker: output",
+    "alone": "one process: the same",
+}
+
+
+class StageBars:
+    """A bar for each stage, on stderr, gone at the end."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description:<24}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,  # in a log, bars would be noise
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def update(self, stage: str, done: int, total: int, text: str) -> None:
+        """A stage got on; the text is for those who watch a stream of it."""
+        del text
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(_STAGES[stage], total=total)
+        self._bars.update(self._tasks[stage], completed=done, total=total)
+
+
+def print_json(result: DemoResult) -> None:
+    """One object on stdout."""
+    print(msgspec.json.encode(result).decode())
+
+
+def show(result: DemoResult) -> None:
+    """For a person: the text, the comparison, what moved, the timing split as bars."""
+    console = Console()
+    same = "identical" if result.identical else "NOT IDENTICAL"
+    console.print(f"[bold]{result.model}[/bold], {result.prompt_tokens} prompt tokens, {result.mode}")
+    console.print(result.text.strip(), style="italic", markup=False, highlight=False)
+    console.print()
+    table = Table.grid(padding=(0, 2))
+    moved = (
+        f"{format_bytes(result.payload_bytes)} in {result.blocks} blocks, {result.descriptors} descriptors;"
+        f" state record {format_bytes(result.state_bytes)}"
+    )
+    rate = f"{format_rate(result.bytes_per_second)}, {result.memcpy_ratio:.2f} of memcpy in one thread"
+    for name, value in (
+        ("against one process", f"{same}: {result.output_tokens} tokens, and the bits of each step's logits"),
+        ("moved", moved),
+        ("carried by", f"{result.transport_used}, path {result.path}, {result.mode}"),
+        ("rate", rate),
+    ):
+        table.add_row(name, value)
+    console.print(table)
+    console.print()
+    console.print(_chart(result))
+
+
+def _chart(result: DemoResult) -> Table:
+    """Each part's bar begins where the one before it ended, on one linear scale."""
+    seconds = msgspec.to_builtins(result.timings)
+    total = seconds.pop("total")
+    chart = Table.grid(padding=(0, 2))
+    at = 0.0
+    for name, part in seconds.items():
+        chart.add_row(name.replace("_", " "), format_seconds(part), Bar(total, at, at + part, width=48))
+        at += part
+    chart.add_row("total", format_seconds(total), Bar(total, 0, total, width=48))
+    return chart

