@@ -136,7 +136,7 @@ DAMAGES = [
     Damage(6, "position off by one", "positions.next is 37", change("positions.next", 37)),
     Damage(6, "rope offset lost", "positions.next", change("positions.rope_delta", 0)),
     Damage(6, "grammar ahead of the output", "grammar.accepted_tokens", change("grammar.accepted_tokens", 4)),
-    Damage(6, "log-probability row lost", "logprobs.output is 1 rows, expected 2", without("logprobs.output.0")),
+    Damage(6, "log-probability row lost", "is 1 rows, expected 2, one", without("logprobs.output.0")),
     Damage(6, "draft cache ahead of its tokens", "draft.kv_tokens is 44", change("draft.kv_tokens", 44)),
     Damage(
         6, "draft window miscounted", "draft.layers 0.cumulative_length",
@@ -256,6 +256,9 @@ DAMAGES = [
     Damage(8, "random state lost", "rng is missing", change("rng", None)),
     Damage(8, "random state of a kind unknown here", "rng.kind is counter",
            change("rng.kind", s.RngKind.COUNTER)),
+    Damage(8, "engine that loads no random state", "loads: none", local=change("rng_kinds", ())),
+    Damage(8, "random state of a kind: which are known", "loads: philox, torch_mt19937_cpu, pcg64",
+           change("rng.kind", s.RngKind.REPLAY)),
     Damage(8, "seed lost", "philox without a seed", change("rng.seed", None)),
     Damage(8, "seeds differ", "rng.seed is 9", change("rng.seed", 9)),
     Damage(8, "torch state cut", "without a state of 5056", change(
@@ -287,6 +290,8 @@ DAMAGES = [
     Damage(8, "draft cache lost", "draft.tensors layer 0 value is missing", without("draft.tensors.1")),
     Damage(8, "draft cache one short", "value.shape", change("draft.tensors.1.shape", (38, 1, 8))),
     Damage(8, "grammar of a kind unknown here", "grammar.kind is lark", change("grammar.kind", "lark")),
+    Damage(8, "grammar of a kind: which are known", "one of: regex, json", change("grammar.kind", "lark")),
+    Damage(8, "engine that knows no grammar", "one of: none", local=change("grammar_kinds", ())),
     Damage(8, "grammar text changed", "grammar.digest", change("grammar.text", "[a-z]+")),
     Damage(8, "grammar not compiled", "not compiled here", expect=change("compiled_grammars", ())),
     Damage(8, "adapter not loaded", "lora 'pirate'", local=change("fingerprint.lora", ())),

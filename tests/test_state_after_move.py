@@ -117,6 +117,21 @@ def test_section_of_another_length_is_refused(change_length: int) -> None:
     assert_refused(caught.value, 11, f"section 'layer5.buffer' is {96 + change_length} bytes, expected 96")
 
 
+def test_draft_tensors_in_sections_are_measured_too() -> None:
+    """A drafter's tensor in a section is as long as its shape says; a state without drafts has none."""
+    state = put(put(good_state(), "draft.tensors.0.group", None), "draft.tensors.0.section", "draft")
+    for nbytes in (39 * 8 * 2, 39 * 8 * 2 - 1):
+        sections = (*state.sections, s.Section(name="draft", data=bytes(nbytes)))
+        if nbytes % 2 == 0:
+            s.check_after_move(put(state, "sections", sections), good_requirements(), good_arrival())
+        else:
+            with pytest.raises(CorruptError, match="section 'draft' is 623 bytes, expected 624 bytes"):
+                s.check_after_move(put(state, "sections", sections), good_requirements(), good_arrival())
+    without = drop(put(good_state(), "draft", None), "blocks.5")
+    arrival = drop(drop(good_arrival(), "groups.5"), "landed.5")
+    s.check_after_move(without, good_requirements(), arrival)
+
+
 def test_refusal_after_the_move_counts_the_bytes() -> None:
     """The error says how many bytes had moved: six groups of 64."""
     with pytest.raises(DeadlineError) as caught:

@@ -14,6 +14,7 @@ from kvferry.errors import (
 )
 from state_cases import (
     LORA,
+    VOCAB_SIZE,
     drop,
     get,
     good_arrival,
@@ -158,6 +159,25 @@ def test_between_rounds_needs_no_pending_drafts() -> None:
     best = put(drop(best, "blocks.5"), "draft.tensors", ())
     local = put(put(good_requirements(), "draft", None), "groups", good_requirements().groups[:5])
     s.check_before_move(best, local, good_expectation())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_p", 1.0),
+        ("min_p", 0.0),
+        ("min_p", 1.0),
+        ("temperature", 1e-9),
+        ("presence_penalty", -2.0),
+        ("allowed_tokens", s.pack_ids([VOCAB_SIZE - 1])),
+        ("logit_bias", (s.LogitBias(token=VOCAB_SIZE - 1, bias=float("-inf")),)),
+    ],
+)
+def test_sampling_may_reach_its_limits(field: str, value: Any) -> None:
+    """Values that mean off, or the most there is, are values."""
+    s.check_before_move(
+        put(good_state(), f"sampling.{field}", value), good_requirements(), good_expectation()
+    )
 
 
 def test_counts_may_reach_their_limit() -> None:
