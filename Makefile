@@ -33,7 +33,8 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python bench/size.py
 
 docs: $(VENV)/installed-dev
-	$(BIN)/python -m kvferry.cli.docs
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_models.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

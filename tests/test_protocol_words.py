@@ -45,7 +45,6 @@ MESSAGES: list[m.Message] = [
     m.Committed(ID, 1 << 40, 9, 3),
     m.Mismatch(ID, ERROR),
     m.Started(ID),
-    m.Release(ID, "cancelled"),
     m.Released(ID),
     m.Abort(ID, ERROR),
     m.Aborted(ID),

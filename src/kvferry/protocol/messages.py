@@ -39,7 +39,6 @@ __all__ = [
     "Party",
     "Ready",
     "Refuse",
-    "Release",
     "Released",
     "Renew",
     "Started",
@@ -232,12 +231,6 @@ class Started(_TransferMessage, frozen=True):
     """Decode's engine runs on from the imported state; prefill may forget its copy."""
 
 
-class Release(_TransferMessage, frozen=True):
-    """The claiming side needs it no more and nothing went wrong (a cancelled request)."""
-
-    reason: Name
-
-
 class Released(_TransferMessage, frozen=True):
     """This side holds nothing for the transfer any more."""
 
@@ -269,7 +262,6 @@ TransferMessage = (
     | Committed
     | Mismatch
     | Started
-    | Release
     | Released
     | Abort
     | Aborted

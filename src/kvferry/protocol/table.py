@@ -78,7 +78,6 @@ class Event(enum.StrEnum):
     GOT_COMMITTED = "got committed"
     GOT_MISMATCH = "got mismatch"
     GOT_STARTED = "got started"
-    GOT_RELEASE = "got release"
     GOT_RELEASED = "got released"
     GOT_RENEW = "got renew"
     GOT_ABORT = "got abort"
@@ -224,7 +223,6 @@ prefill   | push, pull | committing                             | got committed 
 prefill   | push, pull | committing                             | got mismatch    | failed     | stop copy, close grant, free, fail
 prefill   | push, pull | committed                              | got started     | done       | free, send released, succeed
 prefill   | push, pull | committed                              | got abort       | failed     | send aborted, free, fail
-prefill   | push, pull | committed                              | got release     | failed     | send released, free, fail
 prefill   | push, pull | committed                              | got renew       | =          | renew
 prefill   | push, pull | committed                              | cancel          | =          |
 prefill   | push, pull | committed                              | lease end       | failed     | free, fail
@@ -271,7 +269,6 @@ prefill, decode | pull, push | held                             | lease end, dea
 # Under way: giving up is announced and acknowledged; a lost peer needs neither.
 prefill, decode | pull, push | claiming, checking, moving, settling, vouching, committing, verifying | cancel, deadline, lease end, copy failed | aborting | stop copy, close grant, send abort
 prefill, decode | pull, push | claiming, checking, moving, settling, vouching, committing, verifying | got abort   | failed | stop copy, close grant, send aborted, free, fail
-prefill, decode | pull, push | claiming, checking, moving, settling, vouching, committing, verifying | got release | failed | stop copy, close grant, send released, free, fail
 prefill, decode | pull, push | claiming, checking, moving, settling, vouching, committing, verifying | peer lost   | failed | stop copy, close grant, free, fail
 prefill, decode | pull, push | claiming, checking, moving, settling, vouching, committing, verifying | got renew   | =      | renew
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import CapacityError, KVFerryError, LocalError
+from kvferry.errors import CapacityError, KVFerryError
 from kvferry.protocol import messages as m
 from kvferry.protocol.table import Role
 from kvferry.protocol.ticket import Mode
@@ -126,10 +126,6 @@ def _take_error(session: Session, message: m.Abort | m.Mismatch) -> None:
     session.keep_error(error)
 
 
-def _take_release(session: Session, message: m.Release) -> None:
-    session.keep_error(LocalError(f"{session.peer_name} released the request: {message.reason}"))
-
-
 def _take_renew(session: Session, message: m.Renew) -> None:
     session.extend_lease(message.lease_ms / 1e3)
 
@@ -144,7 +140,6 @@ _TAKE: dict[type[m.TransferMessage], Callable[[Session, Any], None]] = {
     m.Busy: _take_busy,
     m.Abort: _take_error,
     m.Mismatch: _take_error,
-    m.Release: _take_release,
     m.Renew: _take_renew,
 }
 

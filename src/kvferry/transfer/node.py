@@ -36,7 +36,6 @@ _EVENTS: dict[type[m.TransferMessage], Event] = {
     m.Committed: Event.GOT_COMMITTED,
     m.Mismatch: Event.GOT_MISMATCH,
     m.Started: Event.GOT_STARTED,
-    m.Release: Event.GOT_RELEASE,
     m.Released: Event.GOT_RELEASED,
     m.Renew: Event.GOT_RENEW,
     m.Abort: Event.GOT_ABORT,

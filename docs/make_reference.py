@@ -1,0 +1,119 @@
+"""Write the reference pages that the code already knows: the protocol's table, the errors, the command line.
+
+    python docs/make_reference.py
+
+A test fails when a page is not what this writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import sys
+from pathlib import Path
+
+os.environ["COLUMNS"] = "100"  # the width of the help pages, wherever this runs
+
+from rich.console import Console
+
+from kvferry import errors
+from kvferry.cli import VERBS, app
+from kvferry.protocol import messages
+from kvferry.protocol.table import FINAL, MESSAGES, ROWS, TRUTH, WAITS, Phase, Role, Row
+from kvferry.protocol.ticket import Mode
+
+HERE = Path(__file__).parent
+NOTE = "<!-- Written by docs/make_reference.py; change the code and run `make docs`. -->\n"
+
+
+def protocol_page() -> str:
+    """docs/protocol.md"""
+    out = io.StringIO()
+    print("# The protocol\n", file=out)
+    print(NOTE, file=out)
+    print(_first_paragraphs(sys.modules["kvferry.protocol.table"].__doc__), file=out)
+    print("\n## Messages\n", file=out)
+    print("| message | what it says |", "| --- | --- |", sep="\n", file=out)
+    for kind in messages.Message.__args__:
+        print(f"| {kind.__name__} | {_cell(kind.__doc__)} |", file=out)
+    print("\n## What ends each wait\n", file=out)
+    print("| phase | its clock |", "| --- | --- |", sep="\n", file=out)
+    for phase in Phase:
+        print(f"| {phase} | {'final' if phase in FINAL else WAITS[phase]} |", file=out)
+    print("\n## What is true after a failure\n", file=out)
+    print("| side | failed while | what is true then |", "| --- | --- | --- |", sep="\n", file=out)
+    for (role, phase), truth in TRUTH.items():
+        print(f"| {role} | {phase} | {truth} |", file=out)
+    for role in Role:
+        for mode in Mode:
+            print(f"\n## {role.capitalize()}, {mode}\n", file=out)
+            print("| phase | event | then | actions |", "| --- | --- | --- | --- |", sep="\n", file=out)
+            for row in _rows(role, mode):
+                then = "" if row.then is row.phase else row.then
+                print(f"| {row.phase} | {row.event} | {then} | {', '.join(row.actions)} |", file=out)
+            print(f"\nRefused in the other phases: {_refused(role, mode)}.", file=out)
+    return out.getvalue()
+
+
+def _rows(role: Role, mode: Mode) -> list[Row]:
+    order = list(Phase)
+    rows = [row for row in ROWS if (row.role, row.mode) == (role, mode) and row.phase not in FINAL]
+    told = [row for row in rows if row.actions or row.then is not row.phase]
+    return sorted(told, key=lambda row: (order.index(row.phase), row.event))
+
+
+def _refused(role: Role, mode: Mode) -> str:
+    meant = {row.event for row in _rows(role, mode)}
+    never = sorted(event for event in MESSAGES if event not in meant)
+    return "every message without a row; never meant for this seat: " + ", ".join(never)
+
+
+def errors_page() -> str:
+    """docs/errors.md"""
+    out = io.StringIO()
+    print("# Errors\n", file=out)
+    print(NOTE, file=out)
+    tree, rest = errors.__doc__.split("\n\n", 2)[1:]
+    print("```\n" + tree + "\n```\n", file=out)
+    print(rest, file=out)
+    print("| type | kind | whose fault |", "| --- | --- | --- |", sep="\n", file=out)
+    for kind, cls in errors.ERROR_KINDS.items():
+        print(f"| {cls.__name__} | `{kind}` | {_cell(cls.__doc__)} |", file=out)
+    print("\nExit status of the command line: 2 for InputError, 1 for every other.", file=out)
+    return out.getvalue()
+
+
+def cli_page() -> str:
+    """docs/cli.md"""
+    out = io.StringIO()
+    print("# Command line\n", file=out)
+    print(NOTE, file=out)
+    print(sys.modules["kvferry.cli"].__doc__.split("\n\n", 1)[1], file=out)
+    for verb in VERBS:
+        screen = io.StringIO()
+        console = Console(file=screen, width=100, color_system=None, legacy_windows=False)
+        app.help_print([verb], console=console)
+        text = "\n".join(line.rstrip() for line in screen.getvalue().rstrip().splitlines())
+        print(f"## kvferry {verb}\n\n```text\n{text.strip()}\n```\n", file=out)
+    return out.getvalue()
+
+
+def _first_paragraphs(doc: str | None) -> str:
+    return inspect.cleandoc(doc or "").replace("``", "`")
+
+
+def _cell(doc: str | None) -> str:
+    return " ".join(inspect.cleandoc(doc or "").split()).replace("``", "`").replace("|", "\\|")
+
+
+PAGES = {"protocol.md": protocol_page, "errors.md": errors_page, "cli.md": cli_page}
+
+
+def main() -> None:
+    for name, make in PAGES.items():
+        (HERE / name).write_text(make().rstrip() + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
