@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ HEADS: dict[str, object] = {
 PER_TOKEN = 4 * 2 * 2 * 32 * 2
 
 
-def sized(config: dict[str, object], tokens: int = 1) -> int:
+def sized(config: Mapping[str, object], tokens: int = 1) -> int:
     return kv_size(ModelShape.from_config(config), tokens).logical_bytes
 
 
@@ -149,6 +150,11 @@ def test_hint_that_says_nothing_is_let_pass(value: object) -> None:
         assert sized({"model_type": "brand_new", **HEADS, field: value}) == PER_TOKEN
 
 
+def test_fields_of_the_draft_suggest_nothing() -> None:
+    """Fields of MTP layers say nothing about the target's cache."""
+    assert sized({"model_type": "llama", **HEADS, "mtp_hybrid_override_pattern": "*E"}) == PER_TOKEN
+
+
 def test_config_without_model_type_says_so() -> None:
     """A config without model_type is sized by its plain fields, with a warning."""
     assert "no model_type" in ModelShape.from_config(HEADS).warnings[0]
@@ -216,6 +222,15 @@ def test_eagle_says_what_it_assumes() -> None:
     shape = with_draft(load_shape("shape:4x2x32"), "eagle")
     assert kv_size(shape, 1).logical_bytes == PER_TOKEN * 5 // 4
     assert "eagle" in shape.warnings[-1]
+
+
+def test_draft_is_like_the_last_attention_layer() -> None:
+    """Where layers differ in KV heads, the draft has those of the last one with attention."""
+    blocks: list[object] = [{"attention": {"no_op": False, "n_heads_in_group": n}} for n in (2, 8, 4)]
+    blocks.append({"attention": {"no_op": True, "n_heads_in_group": None}})
+    shape = ModelShape.from_config({"model_type": "nemotron-nas", **HEADS, "block_configs": blocks})
+    draft = [group for group in with_draft(shape, "eagle").groups if group.is_draft]
+    assert [tensor.heads for group in draft for tensor in group.tensors] == [2, 2]
 
 
 def test_draft_of_a_hybrid_is_its_attention_layer() -> None:

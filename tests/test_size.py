@@ -135,6 +135,15 @@ def test_descriptors_count_blocks_layers_and_ranks() -> None:
     assert kv_size(shape, 4096, cached_tokens=4096).descriptors == 0
 
 
+def test_a_window_grows_until_it_is_full() -> None:
+    """One token short of the window each token still adds; from the full window on none does."""
+    config = {"model_type": "mistral", "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+    shape = ModelShape.from_config({**config, "sliding_window": 64, "dtype": "bfloat16"})
+    growing, full = kv_size(shape, 63), kv_size(shape, 64)
+    assert (growing.constant_bytes, growing.bytes_per_token) == (0, 32)
+    assert (full.constant_bytes, full.bytes_per_token) == (64 * 32, 0)
+
+
 @pytest.mark.parametrize(
     ("layers", "pp", "stages"),
     [(61, 4, [15, 15, 16, 15]), (10, 4, [2, 3, 3, 2]), (8, 8, [1] * 8), (7, 2, [4, 3]), (80, 8, [10] * 8)],

@@ -114,6 +114,7 @@ def test_ranks_hold_what_a_walk_over_heads_finds(shape: ModelShape, request: Ask
         )
         assert size.rank_bytes[rank] == walked
     assert size.allocated_bytes == sum(size.rank_bytes)
+    assert size.allocated_bytes == sum(part.allocated_bytes for part in size.groups)
 
 
 @given(shapes((LayerKind.FULL, LayerKind.WINDOW)), asked(), st.sampled_from((1, 2, 4, 8)))

@@ -103,7 +103,7 @@ def size(
     plot
         Draw bytes over tokens to this file (.svg, .png, .pdf); needs the extra `plot`.
     """
-    from kvferry.cli.size_table import print_json, print_tables
+    from kvferry.cli.size_table import print_json, print_tables, short_names
 
     if not models:
         raise InputError("MODEL: give a config.json, a folder with one, or shape:LAYERSxKV_HEADSxHEAD_DIM")
@@ -111,8 +111,9 @@ def size(
         raise InputError("draft_layers: given without --draft")
     shapes = [options.shape_of(model) for model in models]
     sizes = [options.size_of(shape) for shape in shapes]
-    for warning in dict.fromkeys(warning for entry in sizes for warning in entry.warnings):
-        print(f"kvferry: warning: {warning}", file=sys.stderr)
+    for name, entry in zip(short_names(models), sizes, strict=True):
+        for warning in entry.warnings:
+            print(f"kvferry: {name}: {warning}", file=sys.stderr)
     if plot is not None:
         from kvferry.cli.size_plot import draw
 
