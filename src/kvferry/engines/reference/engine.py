@@ -113,7 +113,7 @@ class ReferenceEngine(EngineAdapter):
     def prefill(self, request_id: str, on_layer: Callable[[int], None] | None = None) -> bool:
         """Compute one chunk of the prompt. True when the whole prompt is in and ``step`` may follow.
 
-        ``on_layer(layer)`` is called as soon as the chunk's K and V of that layer are in the pool.
+        ``on_layer(layer)`` is called when the chunk's K and V of that layer are in the pool.
         When it raises, the chunk counts as not computed, and the next call does it again.
         """
         request = self.request(request_id)
