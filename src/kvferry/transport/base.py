@@ -20,15 +20,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import KVFerryError
-
-if TYPE_CHECKING:
-    from kvferry.layout import CopyPlan
+from kvferry.layout import CopyPlan
 
 __all__ = [
     "MAX_FRAME_NBYTES",

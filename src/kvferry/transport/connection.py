@@ -35,7 +35,7 @@ from kvferry.transport.greeting import Role
 from kvferry.transport.patience import Patience
 from kvferry.transport.serving import Handler, Served, Serving
 from kvferry.transport.table import Part, split_copy
-from kvferry.transport.users import Users
+from kvferry.transport.users import Users, forget_locals
 from kvferry.transport.wire import Operation
 
 __all__ = ["OpenChannel", "SocketConnection"]
@@ -127,9 +127,10 @@ class SocketConnection(Connection):
             with self._users.one():
                 patience = Patience(copy.deadline, (copy.cancel, self._ended), self.peer_address)
                 digests = self._move(direction, copy, patience)
-        except TransportError:
+        except KVFerryError as error:
+            forget_locals(error)
             # The connection's own end breaks its channels; its reason says more than theirs.
-            if self._users.error is not None:
+            if isinstance(error, TransportError) and self._users.error is not None:
                 raise self._users.error from None
             raise
         return Arrived(
@@ -144,7 +145,7 @@ class SocketConnection(Connection):
     def _move(self, direction: Direction, copy: Copy, patience: Patience) -> NDArray[np.uint64]:
         """Move the whole plan; the digests that were made here, in plan order."""
         return run_parts(
-            split_copy(copy, direction, self.memory.nbytes, self.streams),
+            split_copy(copy, direction, self.memory.nbytes, self.peer_address, self.streams),
             self.streams,
             patience,
             lambda part, limits: self._ask(direction, copy, part, limits),

@@ -36,7 +36,7 @@ from kvferry.transport.greeting import connect_timed_out
 from kvferry.transport.patience import Patience
 from kvferry.transport.shared_copy import Mapped, copy_part
 from kvferry.transport.table import Part, first_outside, split_copy
-from kvferry.transport.users import Users
+from kvferry.transport.users import Users, forget_locals
 from kvferry.transport.wire import malformed, refusal
 
 __all__ = ["InprocTransport"]
@@ -92,9 +92,13 @@ class InprocConnection(Connection):
 
     def _copy(self, direction: Direction, copy: Copy) -> Arrived:
         started = time.monotonic()
-        with self.users.one(), self._peer_in_use() as peer:
-            parts = split_copy(copy, direction, self.memory.nbytes)
-            found = [self._copy_part(direction, copy, part, peer) for part in parts]
+        try:
+            with self.users.one(), self._peer_in_use() as peer:
+                parts = split_copy(copy, direction, self.memory.nbytes, self.peer_address)
+                found = [self._copy_part(direction, copy, part, peer) for part in parts]
+        except KVFerryError as error:
+            forget_locals(error)
+            raise
         return Arrived(
             nbytes=copy.plan.total_nbytes,
             descriptors=len(copy.plan.nbytes),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, TransportError
 from kvferry.transport.base import Copy
 from kvferry.transport.channel import Channel
 from kvferry.transport.patience import Patience
@@ -56,8 +56,9 @@ def looking(channel: Channel, copy: Copy, part: Part, patience: Patience) -> Ite
     yield check
     if channel.has_input():
         _raise_ended(channel, patience)
-    channel.write_mark(Kind.RELEASE, patience)
-    channel.is_in_step = True
+    with contextlib.suppress(TransportError):  # gone since then: what was read is none the worse
+        channel.write_mark(Kind.RELEASE, patience)
+        channel.is_in_step = True
 
 
 def _raise_ended(channel: Channel, patience: Patience) -> None:
@@ -69,11 +70,12 @@ def _raise_ended(channel: Channel, patience: Patience) -> None:
 
 def serve_look(channel: Channel, patience: Patience) -> None:
     """Admit, then wait for the release; if the admission ends before it, the reader is told first."""
+    patience.check()
     channel.is_in_step = False
-    channel.write_mark(Kind.ADMITTED, patience)
     poll = select.poll()
     poll.register(channel.fd, select.POLLIN)
     try:
+        channel.write_mark(Kind.ADMITTED, patience)
         patience.wait(poll)
         channel.read_mark(Kind.RELEASE, patience)
         channel.is_in_step = True

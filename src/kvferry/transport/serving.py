@@ -14,8 +14,17 @@ from kvferry.transport.address import MAX_STREAMS
 from kvferry.transport.base import CancelToken, Direction, Guard, Memory
 from kvferry.transport.channel import Channel
 from kvferry.transport.patience import Patience
-from kvferry.transport.users import Users
-from kvferry.transport.wire import REQUEST, Kind, Operation, Request, decode, malformed, tables_nbytes
+from kvferry.transport.users import Users, forget_locals
+from kvferry.transport.wire import (
+    REQUEST,
+    Kind,
+    Operation,
+    Request,
+    decode,
+    malformed,
+    operation_of,
+    tables_nbytes,
+)
 
 __all__ = ["Handler", "Serving"]
 
@@ -98,41 +107,40 @@ class Serving:
         """Serve one request; on return the channel is in step, or the peer was told why it is not."""
         channel.is_in_step = False
         patience = Patience(time.monotonic() + REQUEST_SECONDS, (self._ended,), self._peer, "request")
+        head = channel.read(REQUEST.size, patience).tobytes()
         try:
-            request = self._read_request(channel, patience)
-        except PeerError as error:
+            nbytes = tables_nbytes(head, self._peer)
+        except PeerError as error:  # how much follows is not known: the channel is of no more use
             self._tell(channel, error)
             channel.drain(DRAIN_SECONDS)
             return
+        tables = channel.read(nbytes, patience)
+        operation = operation_of(head)
+        # A reader has said all that it had to say: in step until its answer begins.
+        channel.is_in_step = operation is not Operation.WRITE
         try:
-            self._admit_and_serve(channel, request)
+            self._admit_and_serve(channel, decode(head, tables, self._served.memory.nbytes, self._peer))
         except TransportError:
             raise
         except KVFerryError as error:
-            self._refuse(channel, request, error)
+            forget_locals(error)
+            self._refuse(channel, operation, error)
         except Exception as error:  # noqa: BLE001 - the guard is the caller's code; logged, ends the channel
             _log.exception("%s: serving a request failed", self._peer)
-            self._refuse(channel, request, LocalError(f"the other side failed: {type(error).__name__}"))
+            self._refuse(channel, operation, LocalError(f"the other side failed: {type(error).__name__}"))
             channel.is_in_step = False
-
-    def _read_request(self, channel: Channel, patience: Patience) -> Request:
-        head = channel.read(REQUEST.size, patience).tobytes()
-        tables = channel.read(tables_nbytes(head, self._peer), patience)
-        request = decode(head, tables, self._served.memory.nbytes, self._peer)
-        if request.operation not in self._served.handlers:
-            raise malformed(f"operation {request.operation.name}, which this transport has not", self._peer)
-        return request
 
     def _admit_and_serve(self, channel: Channel, request: Request) -> None:
         direction = Direction.WRITE if request.operation is Operation.WRITE else Direction.READ
         guard = self._served.guard
         deadline = time.monotonic() + request.seconds
-        # A reader has said all that it had to say: in step until its answer begins.
-        channel.is_in_step = direction is Direction.READ
+        handler = self._served.handlers.get(request.operation)
+        if handler is None:
+            raise malformed(f"operation {request.operation.name}, which this transport has not", self._peer)
         token = guard.enter(request.transfer_id, direction, request.offset, request.nbytes)
         try:
             patience = Patience(deadline, (self._ended, token), self._peer)
-            self._served.handlers[request.operation](channel, request, patience)
+            handler(channel, request, patience)
         finally:
             guard.leave(request.transfer_id)
         if direction is Direction.WRITE:
@@ -141,11 +149,12 @@ class Serving:
             channel.write_mark(Kind.DONE, patience, int(request.nbytes.sum()))
             channel.is_in_step = True
 
-    def _refuse(self, channel: Channel, request: Request, error: KVFerryError) -> None:
-        if channel.is_in_step or request.operation is Operation.WRITE:
+    def _refuse(self, channel: Channel, operation: Operation, error: KVFerryError) -> None:
+        if channel.is_in_step:
             self._tell(channel, error)
-        if not channel.is_in_step:
-            channel.drain(DRAIN_SECONDS if request.operation is Operation.WRITE else 0.0)
+        elif operation is Operation.WRITE:
+            self._tell(channel, error)
+            channel.drain(DRAIN_SECONDS)
 
     def _tell(self, channel: Channel, error: KVFerryError) -> None:
         patience = Patience(time.monotonic() + DRAIN_SECONDS, (self._ended,), self._peer)

@@ -48,7 +48,7 @@ class Part:
         return int(self.chunk_end[-1]) if len(self.chunk_end) else 0
 
 
-def split_copy(copy: Copy, direction: Direction, here_nbytes: int, streams: int = 1) -> list[Part]:
+def split_copy(copy: Copy, direction: Direction, here_nbytes: int, peer: str, streams: int = 1) -> list[Part]:
     """Cut a plan into parts for ``streams`` channels, at chunk borders; an empty plan has none.
 
     Raises LocalError when a piece lies outside of this side's memory of ``here_nbytes``.
@@ -62,6 +62,7 @@ def split_copy(copy: Copy, direction: Direction, here_nbytes: int, streams: int 
             f"piece {bad} of the copy plan, {plan.nbytes[bad]} bytes at {here[bad]}, lies outside of "
             f"this side's memory of {here_nbytes} bytes",
             phase="move",
+            peer=peer,
             now_true="nothing was moved",
             next_step="make the plan with the layout of this memory",
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 
 from kvferry.errors import KVFerryError
 
-__all__ = ["Users"]
+__all__ = ["Users", "forget_locals"]
 
 
 class Users:
@@ -60,3 +61,11 @@ class Users:
         if is_last:
             self._release()
         return True
+
+
+def forget_locals(error: BaseException) -> None:
+    """Empty the frames that an error has left behind: it outlives them, and they hold pool memory mapped."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__

@@ -104,6 +104,11 @@ def tables_nbytes(head: bytes, peer: str) -> int:
     return int(16 * (pieces + chunks))
 
 
+def operation_of(head: bytes) -> Operation:
+    """What a checked head asks for."""
+    return Operation(REQUEST.unpack(head)[1])
+
+
 def decode(head: bytes, tables: NDArray[np.uint8], memory_nbytes: int, peer: str) -> Request:
     """The request of a checked head and its tables. Raises PeerError for a table that cannot be served."""
     _, operation, integrity, _, transfer_id, seconds, pieces, chunks = REQUEST.unpack(head)
