@@ -161,6 +161,16 @@ def one_line(result: subprocess.CompletedProcess[str]) -> str:
     return result.stderr
 
 
+def test_reader_that_goes_away_gets_no_traceback() -> None:
+    """Output into a closed pipe (``| head``) ends the command quietly."""
+    command = [str(Path(sys.executable).with_name("kvferry")), "size", "shape:4x2x64", "--tokens", "9"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == b""
+
+
 SHAPE = "shape:4x2x64"
 BAD = {
     "tokens 1e99": ([SHAPE, "--tokens", "1e99"], "tokens"),

@@ -7,6 +7,7 @@ Exit status: 0 done (``check``: holds), 1 the transfer or run failed, 2 bad inpu
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -59,12 +60,17 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         status = app(arguments, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
     except InputError as error:
         return _say(str(error), 2)
     except KVFerryError as error:
         return _say(str(error), 1)
     except cyclopts.CycloptsError as error:
         return _say(" ".join(str(error).split()), 2)
+    except BrokenPipeError:
+        # The reader went away (`| head`); what is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     return status if isinstance(status, int) else 0
