@@ -70,7 +70,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader went away (`| head`); what is still buffered must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = 1
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     return status if isinstance(status, int) else 0
