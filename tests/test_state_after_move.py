@@ -132,6 +132,19 @@ def test_draft_tensors_in_sections_are_measured_too() -> None:
     s.check_after_move(without, good_requirements(), arrival)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("tensors.11.quantisation", s.Quantisation(scheme="q4")),
+        ("tensors.11.dtype", "q4_1"),
+    ],
+)
+def test_packed_tensor_in_a_section_has_no_known_length(path: str, value: Any) -> None:
+    """A quantised tensor, or one of an engine's own dtype, has its own packing."""
+    state = put(put(good_state(), path, value), "sections.1.data", bytes(17))
+    s.check_after_move(state, good_requirements(), good_arrival())
+
+
 def test_refusal_after_the_move_counts_the_bytes() -> None:
     """The error says how many bytes had moved: six groups of 64."""
     with pytest.raises(DeadlineError) as caught:

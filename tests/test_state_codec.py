@@ -120,6 +120,8 @@ def test_every_truncation_is_refused() -> None:
         if stop < len(data) - 48:
             with pytest.raises(PeerError):
                 s.decode_state(sealed(data[48 : 48 + stop]))
+    with pytest.raises(CorruptError, match="5 bytes of body where the header says 6"):
+        s.decode_state(sealed(b"\0" * 5, length=6))
     for extra in (b"\0", data):
         with pytest.raises(CorruptError):
             s.decode_state(data + extra)
@@ -131,6 +133,7 @@ def test_size_is_bounded_before_anything_is_read() -> None:
     """One byte over the bound is refused without looking, at the bound it is read."""
     data = s.encode_state(good_state())
     assert s.decode_state(data, max_nbytes=len(data)) == good_state()
+    assert s.encode_state(good_state(), max_nbytes=len(data)) == data
     with pytest.raises(PeerError, match=f"{len(data)} bytes, more than the {len(data) - 1} agreed"):
         s.decode_state(data, max_nbytes=len(data) - 1)
     with pytest.raises(PeerError, match="more than"):
