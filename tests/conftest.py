@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
+# Before NumPy is imported, and for every process that the tests start: see the Makefile.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import contextlib
 import gc
-import os
 import threading
 import time
 from collections import Counter
