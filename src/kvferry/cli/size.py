@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter, Token
+from cyclopts import Parameter
 
+from kvferry.cli.options import Flag, Whole
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
     from kvferry.model import ModelShape
     from kvferry.size import KVSize
-
-
-def _whole_number(_type: object, tokens: Sequence[Token]) -> int:
-    # The converter of cyclopts would round 5.7 to 6.
-    text = tokens[0].value
-    try:
-        return int(text[:40])
-    except ValueError:
-        raise ValueError(f"{text[:40]!r} is not a whole number") from None
-
-
-Whole = Annotated[int, Parameter(converter=_whole_number)]
-Flag = Parameter(negative="")
 
 
 @Parameter(name="*")
