@@ -272,6 +272,12 @@ def test_hostile_values_are_refused_without_allocating(what: str) -> None:
         ("transfer_id", b"short"),
         ("kv_tokens", -1),
         ("kv_tokens", 2**70),
+        ("kv_tokens", 2**48 + 1),
+        ("tokens.pending", 2**31),
+        ("tensors.0.shape", (2**31, 2, 16)),
+        ("layers.0.layer", 2**48 + 1),
+        ("sampling.top_k", 0),
+        ("fingerprint.vocab_size", 0),
         ("fingerprint.weights", "not hex"),
         ("request_id", ""),
         ("request_id", "lone \ud800 surrogate"),
@@ -282,6 +288,13 @@ def test_exporters_mistake_is_found_at_the_exporter(path: str, value: Any) -> No
     """A state that breaks its own schema is a LocalError where it is written, not a PeerError elsewhere."""
     with pytest.raises(LocalError, match="does not fit its own schema"):
         s.encode_state(put(good_state(), path, value))
+
+
+def test_largest_numbers_of_the_schema_travel() -> None:
+    """The most that a bound allows is allowed: ids and extents of 2^31 - 1, seeds of 2^64 - 1."""
+    state = put(put(good_state(), "tokens.pending", 2**31 - 1), "tensors.0.shape", (2**31 - 1, 2, 16))
+    state = put(put(state, "kv_tokens", 2**48), "sampling.seed", 2**64 - 1)
+    assert s.decode_state(s.encode_state(state)) == state
 
 
 def test_state_over_the_bound_is_not_written() -> None:
