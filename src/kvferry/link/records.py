@@ -1,0 +1,247 @@
+"""One measured copy, and what was learnt from many: ``T = a + o*descriptors + nbytes/B`` and its spread.
+
+A fit says what its samples could not tell (a parameter that is None) and refuses to predict what
+would need it; :meth:`LinkFit.at_least` counts the known terms only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvferry.errors import InputError, NoPlanError
+from kvferry.link.words import Conditions, Cost, Count, Rate, Record, Seconds
+
+__all__ = ["Knee", "Line", "LinkFit", "Sample", "Span", "Spread", "samples_needed"]
+
+Share = Annotated[float, Meta(ge=0, le=1e6)]
+Ratio = Annotated[float, Meta(gt=0, le=1e9)]
+
+_SAME_BLOCK = 0.02
+"""Block sizes that differ by less are one: the last block of a copy may be shorter."""
+
+
+class Sample(Conditions, frozen=True, kw_only=True):
+    """One measured copy.
+
+    Args:
+        nbytes: payload bytes.
+        descriptors: contiguous pieces of the payload.
+        seconds: from the start of the copy until its bytes are at the receiver.
+        is_cold: the first copy over a new connection; kept out of fits.
+    """
+
+    nbytes: Count
+    descriptors: Count
+    seconds: Seconds
+    is_cold: bool = False
+
+
+class Span(Record, frozen=True, kw_only=True):
+    """The smallest and the largest value among the samples."""
+
+    low: Count
+    high: Count
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}")
+
+    @property
+    def is_point(self) -> bool:
+        """All samples had the same value."""
+        return self.low == self.high
+
+    def __str__(self) -> str:
+        return str(self.low) if self.is_point else f"{self.low} to {self.high}"
+
+
+class Spread(Record, frozen=True, kw_only=True):
+    """Measured over predicted seconds, of the copies up to a size: their quantiles, mean and deviation.
+
+    A quantile is None where the samples are too few to know it (13 for p95, 67 for p99).
+    """
+
+    up_to_nbytes: Count
+    samples: Count
+    p50: Ratio
+    p95: Ratio | None = None
+    p99: Ratio | None = None
+    mean: Ratio
+    deviation: Share
+
+    def __post_init__(self) -> None:
+        known = [ratio for ratio in (self.p50, self.p95, self.p99) if ratio is not None]
+        if known != sorted(known):
+            raise ValueError("p50, p95 and p99 must not fall")
+
+    def ratio_or_none(self, q: float) -> float | None:
+        """The quantile ``q`` (0.5 to 0.99), on straight lines between those that are known."""
+        points = [(at, value) for at, value in self._points() if value is not None]
+        for (low, below), (high, above) in itertools.pairwise(points):
+            if low <= q <= high:
+                return below + (above - below) * (q - low) / (high - low)
+        return points[0][1] if q == points[0][0] else None
+
+    def ratio(self, q: float) -> float:
+        """The same; raises InputError for a ``q`` outside, NoPlanError where the samples are too few."""
+        if not 0.5 <= q <= 0.99:
+            raise InputError(f"q: {q} is not from 0.5 to 0.99")
+        ratio = self.ratio_or_none(q)
+        if ratio is None:
+            raise NoPlanError(
+                f"p{100 * q:g} is not known from {self.samples} copies of up to {self.up_to_nbytes} bytes",
+                next_step=f"probe with {samples_needed(q)} repeats or more",
+            )
+        return ratio
+
+    def _points(self) -> tuple[tuple[float, float | None], ...]:
+        return ((0.5, self.p50), (0.95, self.p95), (0.99, self.p99))
+
+
+def samples_needed(q: float) -> int:
+    """Samples from which a quantile lies inside them: Hyndman and Fan 1996, definition 8."""
+    return max(1, math.ceil((1 + q) / (3 * (1 - q)) - 1e-9))
+
+
+class Line(Record, frozen=True, kw_only=True):
+    """``T = a + o*descriptors + nbytes/B``; a parameter that the samples do not tell is None.
+
+    Where ``o_seconds`` is None, its part is inside the other two; where ``bytes_per_second`` is None,
+    inside ``a_seconds``.
+    """
+
+    a_seconds: Cost | None
+    o_seconds: Cost | None
+    bytes_per_second: Rate | None
+
+    def known_seconds(self, nbytes: int, descriptors: int) -> float:
+        """The sum of the terms that are known."""
+        seconds = (self.a_seconds or 0.0) + (self.o_seconds or 0.0) * descriptors
+        return seconds if self.bytes_per_second is None else seconds + nbytes / self.bytes_per_second
+
+
+class Knee(Line, frozen=True, kw_only=True):
+    """A second regime: the parameters of copies of ``from_nbytes`` and more."""
+
+    from_nbytes: Count
+
+
+class LinkFit(Line, frozen=True, kw_only=True):
+    """What the samples of one pair under one set of conditions say.
+
+    Args:
+        worst_error: largest relative error of the fit over the medians of the points measured.
+        median_error: the median of those errors.
+        samples: number of copies fitted; 0 for a rate that nobody measured here.
+        nbytes, descriptors, block_bytes: what the samples covered (None without samples);
+            ``block_bytes`` is nbytes per descriptor.
+        spreads: by rising size; the last holds for all larger copies.
+        knee: where a second regime begins, or None.
+    """
+
+    worst_error: Share | None = None
+    median_error: Share | None = None
+    samples: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    nbytes: Span | None = None
+    descriptors: Span | None = None
+    block_bytes: Span | None = None
+    spreads: tuple[Spread, ...] = ()
+    knee: Knee | None = None
+
+    @property
+    def unidentified(self) -> tuple[str, ...]:
+        """Names of the parameters that the samples do not tell."""
+        return tuple(
+            name for name in ("a_seconds", "o_seconds", "bytes_per_second") if getattr(self, name) is None
+        )
+
+    def at_least(self, nbytes: int, descriptors: int) -> float:
+        """Seconds of the terms that are known: a floor where a parameter is None, else the prediction.
+
+        Never falls when ``nbytes`` or ``descriptors`` grows.
+        """
+        if self.knee is None or nbytes < self.knee.from_nbytes:
+            return self.known_seconds(nbytes, descriptors)
+        # A larger copy is never promised to be faster than a smaller one.
+        return max(
+            self.known_seconds(self.knee.from_nbytes, descriptors),
+            self.knee.known_seconds(nbytes, descriptors),
+        )
+
+    def predict(self, nbytes: int, descriptors: int) -> float:
+        """Seconds of a typical copy.
+
+        Raises NoPlanError where the samples cannot tell: nothing was measured, or the parameter that
+        this copy needs is unidentified.
+        """
+        reason = self.why_unknown(nbytes, descriptors)
+        if reason is not None:
+            raise NoPlanError(reason, next_step="probe with sizes and block sizes around this copy's")
+        return self.at_least(nbytes, descriptors)
+
+    def predict_quantile(self, q: float, nbytes: int, descriptors: int) -> float:
+        """Seconds that a share ``q`` of such copies keeps to: 0.5, 0.95, 0.99, or between them.
+
+        Never falls when ``q``, ``nbytes`` or ``descriptors`` grows. Raises NoPlanError as
+        :meth:`predict` does, and where the samples are too few for that quantile.
+        """
+        typical = self.predict(nbytes, descriptors)
+        index = next(
+            (i for i, s in enumerate(self.spreads) if nbytes <= s.up_to_nbytes), len(self.spreads) - 1
+        )
+        if index < 0:
+            raise NoPlanError("this fit has no spread: nothing was measured", next_step="probe the pair")
+        seconds = typical * self.spreads[index].ratio(q)
+        # Relative spread shrinks with size; the bound over the smaller bands keeps the answer monotone.
+        for spread in self.spreads[:index]:
+            if (ratio := spread.ratio_or_none(q)) is not None:
+                seconds = max(seconds, self.at_least(spread.up_to_nbytes, descriptors) * ratio)
+        return seconds
+
+    def why_unknown(self, nbytes: int, descriptors: int) -> str | None:
+        """Why :meth:`predict` would refuse this copy, or None."""
+        if self.samples == 0 or self.nbytes is None or self.descriptors is None or self.block_bytes is None:
+            return "nothing was measured on this link"
+        if self.a_seconds is None:
+            return "the start cost of a copy is not identified"
+        if self.bytes_per_second is None and not self.nbytes.low <= nbytes <= self.nbytes.high:
+            return (
+                f"the rate is not identified by copies of {self.nbytes} bytes, so {nbytes} bytes are unknown"
+            )
+        if self.o_seconds is None and not self._has_known_blocks(nbytes, descriptors):
+            return (
+                "the cost of a descriptor is not identified: the samples had "
+                f"{self.descriptors} descriptors of {self.block_bytes} bytes, this copy has {descriptors} "
+                f"of {nbytes / descriptors:.0f}"
+            )
+        return None
+
+    def _has_known_blocks(self, nbytes: int, descriptors: int) -> bool:
+        """Without ``o``, only copies cut like all the samples: their count of pieces, or their piece size."""
+        assert self.descriptors is not None
+        assert self.block_bytes is not None
+        if self.descriptors.is_point:
+            return descriptors == self.descriptors.low
+        low, high = self.block_bytes.low, self.block_bytes.high
+        if high > low * (1 + _SAME_BLOCK):
+            return False
+        return low * (1 - _SAME_BLOCK) <= nbytes / descriptors <= high * (1 + _SAME_BLOCK)
+
+    def beyond(self, nbytes: int, descriptors: int) -> tuple[str, ...]:
+        """In words, how this copy lies outside what was measured; empty when it lies inside."""
+        if self.nbytes is None or self.descriptors is None or self.block_bytes is None:
+            return ("nothing was measured on this link",)
+        checks = (
+            (nbytes, self.nbytes, "bytes"),
+            (descriptors, self.descriptors, "descriptors"),
+            (round(nbytes / descriptors), self.block_bytes, "bytes a descriptor"),
+        )
+        return tuple(
+            f"{value} {what} is outside the {span} that were measured"
+            for value, span, what in checks
+            if not span.low <= value <= span.high
+        )
