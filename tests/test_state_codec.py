@@ -277,6 +277,8 @@ def test_hostile_values_are_refused_without_allocating(what: str) -> None:
         ("tensors.0.shape", (2**31, 2, 16)),
         ("layers.0.layer", 2**48 + 1),
         ("sampling.top_k", 0),
+        ("sampling.top_k", 2**31),
+        ("positions.rope_delta", 2**31),
         ("fingerprint.vocab_size", 0),
         ("fingerprint.weights", "not hex"),
         ("request_id", ""),
@@ -294,6 +296,7 @@ def test_largest_numbers_of_the_schema_travel() -> None:
     """The most that a bound allows is allowed: ids and extents of 2^31 - 1, seeds of 2^64 - 1."""
     state = put(put(good_state(), "tokens.pending", 2**31 - 1), "tensors.0.shape", (2**31 - 1, 2, 16))
     state = put(put(state, "kv_tokens", 2**48), "sampling.seed", 2**64 - 1)
+    state = put(put(state, "sampling.top_k", 2**31 - 1), "positions.rope_delta", 2**31 - 1)
     assert s.decode_state(s.encode_state(state)) == state
 
 
@@ -317,6 +320,7 @@ def test_state_over_the_bound_is_not_written() -> None:
         lambda: put(good_state(), "sampling.bad_tokens", (b"", b"abc")),
         lambda: put(good_state(), "logprobs.output.0.top_ids", b"abc"),
         lambda: put(good_state(), "logprobs.output.0.top_ids", bytes(4)),
+        lambda: s.LogprobRow(token=0, logprob=0.0, top_ids=b"abc", top_logprobs=b"abc"),
         lambda: s.pack_ids([-1]),
         lambda: s.pack_ids([2**31]),
         lambda: s.unpack_ids(b"abc"),
