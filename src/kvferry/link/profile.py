@@ -60,9 +60,14 @@ class Registration(Record, frozen=True, kw_only=True):
 
 
 class ConditionFit(Conditions, frozen=True, kw_only=True):
-    """The fit under one set of conditions."""
+    """The fit under one set of conditions.
+
+    Args:
+        date: when, where it is not the profile's date (a file merged from several runs).
+    """
 
     fit: LinkFit
+    date: Date | None = None
 
 
 class LinkProfile(
@@ -79,7 +84,7 @@ class LinkProfile(
         line_rate: brochure bytes a second of the link, where one was given.
         measured: False for brochure rates; a plan made from one is marked.
         date: when; None only where nothing was measured.
-        fits: by conditions, each once.
+        fits: by conditions, each once; they may be of older dates, never of newer ones.
         registration: what the memory's registration took, or None.
         first_contact_seconds: what the first copy over a new connection took more than a warm one.
         samples: the copies themselves, or none where only the fits are kept.
@@ -107,7 +112,9 @@ class LinkProfile(
         if self.measured and self.date is None:
             raise ValueError("date: missing, and measured is true")
         if self.measured and not all(entry.fit.samples for entry in self.fits):
-            raise ValueError("measured is true, and a fit has no samples")
+            raise ValueError("samples: a fit has none, and measured is true")
+        if self.date and any(entry.date and entry.date > self.date for entry in self.fits):
+            raise ValueError("date: a fit is newer than its profile")
 
     @property
     def label(self) -> str:
@@ -119,6 +126,10 @@ class LinkProfile(
         """``a -> b over tcp``, with what is in between."""
         via = f" via {self.via}" if self.via else ""
         return f"{self.from_node} -> {self.to_node} over {self.transport}{via}"
+
+    def date_of(self, entry: ConditionFit) -> datetime | None:
+        """When that fit was measured."""
+        return entry.date or self.date
 
     def fit(
         self, mode: Mode | str = Mode.PULL, *, tls: bool = False, incast: int = 1, under_load: bool = False

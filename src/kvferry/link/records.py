@@ -20,7 +20,7 @@ __all__ = ["Knee", "Line", "LinkFit", "Sample", "Span", "Spread", "samples_neede
 Share = Annotated[float, Meta(ge=0, le=1e6)]
 Ratio = Annotated[float, Meta(gt=0, le=1e9)]
 
-_SAME_BLOCK = 0.02
+_NEAR = 0.02
 """Block sizes that differ by less are one: the last block of a copy may be shorter."""
 
 
@@ -54,6 +54,11 @@ class Span(Record, frozen=True, kw_only=True):
     def is_point(self) -> bool:
         """All samples had the same value."""
         return self.low == self.high
+
+    def is_nearly(self, value: float) -> bool:
+        """All samples had nearly one value (within 2 %), and this is nearly the same."""
+        near = 1 + _NEAR
+        return self.high <= self.low * near and self.low / near <= value <= self.high * near
 
     def __str__(self) -> str:
         return str(self.low) if self.is_point else f"{self.low} to {self.high}"
@@ -111,17 +116,21 @@ class Line(Record, frozen=True, kw_only=True):
     """``T = a + o*descriptors + nbytes/B``; a parameter that the samples do not tell is None.
 
     Where ``o_seconds`` is None, its part is inside the other two; where ``bytes_per_second`` is None,
-    inside ``a_seconds``.
+    inside ``a_seconds``. Where ``descriptors_overlap``, the last two terms run at the same time:
+    ``T = a + max(o*descriptors, nbytes/B)``.
     """
 
     a_seconds: Cost | None
     o_seconds: Cost | None
     bytes_per_second: Rate | None
+    descriptors_overlap: bool = False
 
     def known_seconds(self, nbytes: int, descriptors: int) -> float:
-        """The sum of the terms that are known."""
-        seconds = (self.a_seconds or 0.0) + (self.o_seconds or 0.0) * descriptors
-        return seconds if self.bytes_per_second is None else seconds + nbytes / self.bytes_per_second
+        """What the known terms give."""
+        posting = (self.o_seconds or 0.0) * descriptors
+        moving = 0.0 if self.bytes_per_second is None else nbytes / self.bytes_per_second
+        together = max(posting, moving) if self.descriptors_overlap else posting + moving
+        return (self.a_seconds or 0.0) + together
 
 
 class Knee(Line, frozen=True, kw_only=True):
@@ -159,12 +168,17 @@ class LinkFit(Line, frozen=True, kw_only=True):
             name for name in ("a_seconds", "o_seconds", "bytes_per_second") if getattr(self, name) is None
         )
 
+    def regime(self, nbytes: int) -> Line:
+        """The line that holds for copies of that size: this one, or the knee's."""
+        return self if self.knee is None or nbytes < self.knee.from_nbytes else self.knee
+
     def at_least(self, nbytes: int, descriptors: int) -> float:
         """Seconds of the terms that are known: a floor where a parameter is None, else the prediction.
 
         Never falls when ``nbytes`` or ``descriptors`` grows.
         """
-        if self.knee is None or nbytes < self.knee.from_nbytes:
+        regime = self.regime(nbytes)
+        if regime is self or self.knee is None:
             return self.known_seconds(nbytes, descriptors)
         # A larger copy is never promised to be faster than a smaller one.
         return max(
@@ -208,7 +222,8 @@ class LinkFit(Line, frozen=True, kw_only=True):
             return "nothing was measured on this link"
         if self.a_seconds is None:
             return "the start cost of a copy is not identified"
-        if self.bytes_per_second is None and not self.nbytes.low <= nbytes <= self.nbytes.high:
+        regime = self.regime(nbytes)
+        if regime.bytes_per_second is None and not self.nbytes.low <= nbytes <= self.nbytes.high:
             return (
                 f"the rate is not identified by copies of {self.nbytes} bytes, so {nbytes} bytes are unknown"
             )
@@ -224,12 +239,7 @@ class LinkFit(Line, frozen=True, kw_only=True):
         """Without ``o``, only copies cut like all the samples: their count of pieces, or their piece size."""
         assert self.descriptors is not None
         assert self.block_bytes is not None
-        if self.descriptors.is_point:
-            return descriptors == self.descriptors.low
-        low, high = self.block_bytes.low, self.block_bytes.high
-        if high > low * (1 + _SAME_BLOCK):
-            return False
-        return low * (1 - _SAME_BLOCK) <= nbytes / descriptors <= high * (1 + _SAME_BLOCK)
+        return self.descriptors.is_nearly(descriptors) or self.block_bytes.is_nearly(nbytes / descriptors)
 
     def beyond(self, nbytes: int, descriptors: int) -> tuple[str, ...]:
         """In words, how this copy lies outside what was measured; empty when it lies inside."""

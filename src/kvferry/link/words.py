@@ -20,6 +20,7 @@ __all__ = [
     "Rate",
     "Record",
     "Seconds",
+    "significant",
 ]
 
 MAX_COUNT = 2**53
@@ -33,6 +34,11 @@ Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 Cost = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Rate = Annotated[float, Meta(gt=0, le=MAX_RATE)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+def significant(value: float) -> float:
+    """Six significant digits: more than any clock gives, and a file stays readable."""
+    return float(f"{value:.6g}")
 
 
 class Mode(enum.StrEnum):
