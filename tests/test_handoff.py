@@ -20,10 +20,11 @@ from kvferry.errors import (
     PeerError,
     TransportError,
 )
-from kvferry.layout import PoolLayout
+from kvferry.layout import PoolLayout, source_pieces
+from kvferry.protocol.prefix import hold_prefix, prefix_salt
 from kvferry.state import Exactness, Limits, SamplingParameters
 from kvferry.transfer import Endpoint, Move, Pool
-from reference_kit import GREEDY, PENALISED, SAMPLED, limits, prompt, seen, take, text_of, tiny
+from reference_kit import GREEDY, PENALISED, SAMPLED, copy_kv, limits, prompt, seen, take, text_of, tiny
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -345,3 +346,82 @@ def test_a_state_of_another_transfer_is_refused(worker: Opened) -> None:
 def test_the_tiny_model_is_not_the_only_one_that_was_thought_of() -> None:
     """Three KV heads, as SmolLM2 has, are a tiny model too."""
     assert tiny_model(0, kv_heads=3).config.kv_heads == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("held", [0, 16, 48, 75])
+def test_only_the_rest_moves_after_a_prefix_hit(worker: Opened, scheme: str, mode: str, held: int) -> None:
+    """Decode names the prefix that it holds; the rest moves; the continuation is the same."""
+    source, target = worker(scheme), worker(scheme, block_size=32 if held == 0 else 1)
+    before = prefill(source, "r", 75, SAMPLED, limits(STEPS), steps=1)
+    state = source.engine.export_state("r", Exactness.BITS)
+    tables = target.engine.allocate(77)
+    copy_kv(source.engine, target.engine, "r", tables)
+    if held < 75:  # the rest of the blocks is as good as empty
+        for piece in zip(*_rest(target, tables, held), strict=True):
+            target.engine.memory[piece[0] : piece[0] + piece[1]] = 0
+    salt = prefix_salt(target.engine.requirements().fingerprint)
+    have = hold_prefix(np.array(prompt(75))[:held], 1, salt)
+    if mode == "pull":
+        move = target.endpoint.pull(
+            source.endpoint.offer(state, source.engine.tables("r")), tables, have=have
+        )
+    else:
+        ticket = target.endpoint.reserve("r", 75, tables, have=have)
+        move = target.endpoint.arrival(ticket)
+        push = source.endpoint.push(ticket, source.engine.tables("r"), state=state)
+        push.layers(0, 4)
+        push.commit(state)
+    assert move.result() is not None
+    config = tiny().config
+    assert move.record.nbytes == (75 - held) * config.layers * 2 * config.kv_heads * config.head_dim * 4
+    target.engine.import_state(state, tables)
+    assert seen(before + take(target.engine, "r", 999)) == seen(alone(75, SAMPLED, limits(STEPS)))
+
+
+def _rest(target: Worker, tables: tuple, held: int) -> tuple[np.ndarray, np.ndarray]:
+    pieces = source_pieces(target.engine.layout, tables, 75, first_token=held)
+    return pieces.offset, pieces.nbytes
+
+
+def test_a_prefix_that_is_another_is_not_believed(worker: Opened) -> None:
+    """Decode names a prefix of other tokens: nothing of it is left out, and the continuation is right."""
+    source, target = worker("shm"), worker("shm")
+    before = prefill(source, "r", 75, GREEDY, limits(STEPS), steps=1)
+    state = source.engine.export_state("r", Exactness.BITS)
+    tables = target.engine.allocate(77)
+    have = hold_prefix(np.arange(64), 16, prefix_salt(target.engine.requirements().fingerprint))
+    move = target.endpoint.pull(source.endpoint.offer(state, source.engine.tables("r")), tables, have=have)
+    move.result()
+    target.engine.import_state(state, tables)
+    assert seen(before + take(target.engine, "r", 999)) == seen(alone(75, GREEDY, limits(STEPS)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_layers_of_each_chunk_leave_while_prefill_computes(worker: Opened, scheme: str) -> None:
+    """A push by chunk and layer, out of prefill's own callback, is the same as one at the end."""
+    source, target = worker(scheme), worker(scheme, block_size=32)
+    tables = target.engine.allocate(76)
+    ticket = target.endpoint.reserve("r", 75, tables)
+    move = target.endpoint.arrival(ticket)
+    source.engine.submit("r", prompt(75), SAMPLED, limits(STEPS))
+    push = source.endpoint.push(ticket, source.engine.tables("r"), tokens=75)
+    pushed = []
+    done = False
+    while not done:
+        first = source.engine.request("r").kv_tokens
+        stop = min(first + 32, 75)
+
+        def layer_is_final(layer: int, first: int = first, stop: int = stop) -> None:
+            push.layers(layer, layer + 1, first_token=first, stop_token=stop)
+            pushed.append((layer, first, stop))
+
+        done = source.engine.prefill("r", layer_is_final)
+    push.commit(source.engine.export_state("r", Exactness.BITS))
+    assert len(pushed) == 3 * tiny().config.layers
+    state = move.result()
+    assert state is not None
+    target.engine.import_state(state, tables)
+    move.started()
+    assert seen(take(target.engine, "r", 999)) == seen(alone(75, SAMPLED, limits(STEPS)))

@@ -197,7 +197,7 @@ def test_a_part_never_pushed_is_refused(opened: Opened) -> None:
     push = prefill.push(ticket, table(8, 2), tokens=TOKENS)
     push.layers(0, 2)
     push.commit(None)
-    with pytest.raises(CorruptError, match="missing"):
+    with pytest.raises(CorruptError, match="are needed"):
         arrived.result()
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import ErrorRecord, InputError, KVFerryError, PeerError
 from kvferry.layout import BlockTable, PoolLayout
+from kvferry.protocol.prefix import HeldPrefix
 from kvferry.state import Fingerprint
 
 __all__ = [
@@ -142,8 +143,8 @@ class Claim(_TransferMessage, frozen=True, kw_only=True):
     """The side that got a ticket takes it up: decode for a pull, prefill for a push.
 
     A push says its own block tables (decode may have to copy by reading) and, where it is
-    known already, the state record, so that decode checks it before a byte moves.
-    ``held_tokens``: leading tokens whose blocks decode holds already (pull).
+    known already, the state record, so that decode checks it before a byte moves. A pull names
+    the prefix that decode holds already.
     """
 
     ticket: Annotated[bytes, Meta(max_length=1 << 16)]
@@ -151,24 +152,28 @@ class Claim(_TransferMessage, frozen=True, kw_only=True):
     tables: tuple[WireTable, ...] = ()
     state: Annotated[bytes, Meta(max_length=_MAX_BLOB_NBYTES)] = b""
     tokens: Count = 0
-    held_tokens: Count = 0
+    held: HeldPrefix = HeldPrefix()
 
 
 class Offered(_TransferMessage, frozen=True):
-    """Prefill's answer to a pull: what is offered and where it lies. Opens the read grant."""
+    """Prefill's answer to a pull: what is offered and where it lies. Opens the read grant.
+
+    ``held_tokens``: leading tokens that prefill agrees decode holds; the rest moves.
+    """
 
     state: Annotated[bytes, Meta(max_length=_MAX_BLOB_NBYTES)]
     tables: tuple[WireTable, ...]
     tokens: Count
+    held_tokens: Count
     lease_ms: Milliseconds
 
 
 class Granted(_TransferMessage, frozen=True):
-    """Decode's answer to a push: where the bytes may go. Opens the write grant."""
+    """Decode's answer to a push: where the bytes may go, and what it holds. Opens the write grant."""
 
     tables: tuple[WireTable, ...]
     tokens: Count
-    held_tokens: Count
+    held: HeldPrefix
     lease_ms: Milliseconds
 
 
@@ -180,12 +185,13 @@ class Busy(_TransferMessage, frozen=True):
 
 
 class Ready(_TransferMessage, frozen=True):
-    """Push by reading: these layers, up to this token, are final at prefill; copy them now."""
+    """Push by reading: these layers are final at prefill for these tokens; copy them now."""
 
     first_layer: Count
     stop_layer: Count
     first_token: Count
     stop_token: Count
+    held_tokens: Count
 
 
 class Moved(_TransferMessage, frozen=True):
@@ -197,11 +203,13 @@ class Commit(_TransferMessage, frozen=True):
 
     ``chunk_ids`` raw ``<i8`` and ``digests`` raw ``<u8`` have one entry a chunk, taken when the
     state was exported. Both are empty when integrity is off. ``state`` is empty for a pull.
+    ``held_tokens``: what prefill left out because decode holds it.
     """
 
     state: Annotated[bytes, Meta(max_length=_MAX_BLOB_NBYTES)]
     chunk_ids: Annotated[bytes, Meta(max_length=_MAX_BLOB_NBYTES)]
     digests: Annotated[bytes, Meta(max_length=_MAX_BLOB_NBYTES)]
+    held_tokens: Count
 
     def digest_table(self) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
         """The two arrays; raises PeerError when they do not belong together."""

@@ -17,7 +17,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvferry.errors import InputError
-from kvferry.state import ExecutionState
+from kvferry.state import Fingerprint, LoraAdapter
 
 __all__ = ["HASH_NBYTES", "HeldPrefix", "agreed_tokens", "hold_prefix", "prefix_salt"]
 
@@ -60,14 +60,9 @@ def agreed_tokens(held: HeldPrefix, ids: NDArray[np.integer], salt: bytes) -> in
     return first_unlike * held.block_tokens
 
 
-def prefix_salt(state: ExecutionState) -> bytes:
-    """What besides token ids decides a request's KV: weights, config, adapters, media."""
-    fingerprint = state.fingerprint
-    parts = (
-        fingerprint.weights,
-        fingerprint.config,
-        tuple((adapter.weights, adapter.scale) for adapter in fingerprint.lora),
-        () if state.multimodal is None else state.multimodal.hashes,
-        None if state.encoder is None else state.encoder.digest,
-    )
-    return msgspec.msgpack.encode(parts)
+def prefix_salt(
+    fingerprint: Fingerprint, *, adapters: tuple[LoraAdapter, ...] = (), media: tuple[str, ...] = ()
+) -> bytes:
+    """What besides token ids decides a request's KV: weights, config, the adapters and media it uses."""
+    used = tuple((adapter.weights, adapter.scale) for adapter in adapters)
+    return msgspec.msgpack.encode((fingerprint.weights, fingerprint.config, used, media))

@@ -12,7 +12,7 @@ from kvferry.protocol.ticket import Mode
 from kvferry.transfer import exchange
 from kvferry.transfer.calls import Arrival, Outcome
 from kvferry.transfer.integrity import compare_digests, join_arrived
-from kvferry.transfer.payload import Part
+from kvferry.transfer.payload import WHOLE
 
 if TYPE_CHECKING:
     from kvferry.transfer.session import Session
@@ -29,7 +29,7 @@ def _check(session: Session) -> None:
         session.then(Event.REFUSED)
         return
     if session.mode is Mode.PULL:
-        session.payload.add(Part(None, session.held_tokens, session.tokens))
+        session.payload.add(WHOLE)
     session.then(Event.CHECKED)
 
 

@@ -11,6 +11,7 @@ import msgspec
 from kvferry.errors import ErrorRecord
 from kvferry.layout import PoolLayout
 from kvferry.protocol.messages import WireTable
+from kvferry.protocol.prefix import HeldPrefix
 from kvferry.state import Requirements
 from kvferry.transfer.trace import TransferRecord
 
@@ -97,13 +98,14 @@ class ReserveCall(_Call, frozen=True):
     tokens: int
     tables: tuple[WireTable, ...]
     lease_seconds: float
+    held: HeldPrefix
 
 
 class PullCall(_Call, frozen=True):
     ticket: bytes
     tables: tuple[WireTable, ...]
     timeout_seconds: float
-    held_tokens: int
+    held: HeldPrefix
     transport: str
 
 
@@ -113,6 +115,7 @@ class PushCall(_Call, frozen=True):
     tokens: int
     timeout_seconds: float
     state: bytes
+    prompt_ids: bytes
     transport: str
 
 

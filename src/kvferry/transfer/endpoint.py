@@ -23,8 +23,9 @@ import msgspec
 from kvferry.errors import InputError, KVFerryError, LocalError
 from kvferry.layout import BlockTable
 from kvferry.protocol.messages import WireTable, to_wire
+from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.ticket import read_ticket
-from kvferry.state import ExecutionState, Requirements, decode_state, encode_state
+from kvferry.state import ExecutionState, Requirements, decode_state, encode_state, pack_ids
 from kvferry.transfer import calls as c
 from kvferry.transfer.client import NodeClient, wait_for
 from kvferry.transfer.pool import Pool
@@ -229,13 +230,15 @@ class Endpoint:
         *,
         tokens: int | None = None,
         state: ExecutionState | None = None,
+        prompt_ids: Sequence[int] | None = None,
         timeout_seconds: float = 5.0,
         transport: str = "",
     ) -> Push:
         """Begin to push into decode's reservation.
 
-        With ``state``, decode checks it before a byte moves. Raises when the reservation's
-        owner cannot be reached; ``timeout_seconds`` covers everything up to Committed.
+        With ``state``, decode checks it before a byte moves. ``prompt_ids`` (taken from the state
+        where there is one) let prefill leave out the prefix that decode holds. Raises when the
+        reservation's owner cannot be reached; ``timeout_seconds`` covers all up to Committed.
         """
         transfer = read_ticket(ticket).transfer
         covered = _given(tokens, state and state.kv_tokens, "tokens")
@@ -248,6 +251,7 @@ class Endpoint:
             tokens=covered,
             timeout_seconds=_positive("timeout_seconds", timeout_seconds),
             state=encoded,
+            prompt_ids=b"" if prompt_ids is None else pack_ids(prompt_ids),
             transport=transport,
         )
         return Push(self._client, transfer, covered, timeout_seconds)
@@ -255,22 +259,43 @@ class Endpoint:
     # Decode.
 
     def pull(
-        self, ticket: bytes, tables: Tables, *, timeout_seconds: float = 5.0, transport: str = ""
+        self,
+        ticket: bytes,
+        tables: Tables,
+        *,
+        timeout_seconds: float = 5.0,
+        have: HeldPrefix | None = None,
+        transport: str = "",
     ) -> Move:
-        """Fetch what a ticket offers into these blocks; ``timeout_seconds`` covers all up to Committed."""
+        """Fetch what a ticket offers into these blocks; ``timeout_seconds`` covers all up to Committed.
+
+        ``have`` names the prefix whose KV these blocks hold already (``hold_prefix``): what prefill
+        finds equal does not move, and a full hit moves only the state.
+        """
         transfer = read_ticket(ticket).transfer
         arrival = self._client.submit(
             c.PullCall,
             ticket=bytes(ticket),
             tables=self._wire(tables),
             timeout_seconds=_positive("timeout_seconds", timeout_seconds),
-            held_tokens=0,
+            held=have or HeldPrefix(),
             transport=transport,
         )
         return Move(self._client, transfer, arrival, timeout_seconds + self._timeouts.abort)
 
-    def reserve(self, request_id: str, tokens: int, tables: Tables, *, lease_seconds: float = 30.0) -> bytes:
-        """Hold blocks for at most ``tokens`` tokens that prefill will push; returns the ticket for it."""
+    def reserve(
+        self,
+        request_id: str,
+        tokens: int,
+        tables: Tables,
+        *,
+        lease_seconds: float = 30.0,
+        have: HeldPrefix | None = None,
+    ) -> bytes:
+        """Hold blocks for at most ``tokens`` tokens that prefill will push; returns the ticket for it.
+
+        ``have``: as in ``pull``.
+        """
         held = self._client.call(
             c.ReserveCall,
             _CALL_SECONDS,
@@ -279,6 +304,7 @@ class Endpoint:
             tokens=tokens,
             tables=self._wire(tables),
             lease_seconds=_positive("lease_seconds", lease_seconds),
+            held=have or HeldPrefix(),
         )
         return bytes(held.ticket)
 

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import CapacityError, KVFerryError
+from kvferry.errors import CapacityError, KVFerryError, PeerError
 from kvferry.protocol import messages as m
+from kvferry.protocol.prefix import HeldPrefix, agreed_tokens, prefix_salt
 from kvferry.protocol.table import Role
 from kvferry.protocol.ticket import Mode
+from kvferry.state import LoraAdapter, decode_state, unpack_ids
 from kvferry.transfer.payload import Part
 
 if TYPE_CHECKING:
@@ -30,22 +32,27 @@ def claim(session: Session) -> m.Claim:
         tables=m.to_wire(session.tables),
         state=session.state if session.role is Role.PREFILL else b"",
         tokens=session.tokens,
-        held_tokens=session.held_tokens,
+        held=session.held,
     )
 
 
 def offered(session: Session) -> m.Offered:
     """What is offered and where it lies."""
     lease_ms = _ms_until(session.lease_deadline)
-    return m.Offered(session.transfer, session.state, m.to_wire(session.tables), session.tokens, lease_ms)
+    return m.Offered(
+        session.transfer,
+        session.state,
+        m.to_wire(session.tables),
+        session.tokens,
+        session.held_tokens,
+        lease_ms,
+    )
 
 
 def granted(session: Session) -> m.Granted:
     """Where a push may go."""
     lease_ms = _ms_until(session.lease_deadline)
-    return m.Granted(
-        session.transfer, m.to_wire(session.tables), session.tokens, session.held_tokens, lease_ms
-    )
+    return m.Granted(session.transfer, m.to_wire(session.tables), session.tokens, session.held, lease_ms)
 
 
 def commit(session: Session) -> m.Commit:
@@ -56,6 +63,7 @@ def commit(session: Session) -> m.Commit:
         session.state if session.mode is Mode.PUSH else b"",
         chunk_id.astype("<i8").tobytes(),
         digests.astype("<u8").tobytes(),
+        session.held_tokens,
     )
 
 
@@ -77,32 +85,59 @@ def _take_claim(session: Session, message: m.Claim) -> None:
     session.peer_tables = m.from_wire(message.tables)
     session.peer_tokens = message.tokens
     if session.mode is Mode.PULL:
-        session.held_tokens = message.held_tokens
+        session.held_tokens = agree(session, message.held)
     else:
         session.state = message.state
 
 
 def _take_offered(session: Session, message: m.Offered) -> None:
     session.state, session.peer_tokens = message.state, message.tokens
+    _take_held(session, message.held_tokens)
     session.peer_tables = m.from_wire(message.tables)
     session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
 
 
 def _take_granted(session: Session, message: m.Granted) -> None:
     session.peer_tables = m.from_wire(message.tables)
-    session.held_tokens = message.held_tokens
+    session.held_tokens = agree(session, message.held)
     session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
 
 
 def _take_ready(session: Session, message: m.Ready) -> None:
+    _take_held(session, message.held_tokens)
     layers = range(message.first_layer, message.stop_layer)
-    session.payload.add(Part(layers, message.first_token, min(message.stop_token, session.tokens)))
+    session.payload.add(Part(layers, (message.first_token, min(message.stop_token, session.tokens))))
 
 
 def _take_commit(session: Session, message: m.Commit) -> None:
     session.commit = message
+    _take_held(session, message.held_tokens)
     if session.mode is Mode.PUSH:
         session.state = message.state
+
+
+def _take_held(session: Session, held_tokens: int) -> None:
+    """Prefill leaves out what decode said it holds, and no more."""
+    if held_tokens > session.held.tokens:
+        raise PeerError(f"held_tokens: {held_tokens} were left out, {session.held.tokens} are held here")
+    session.held_tokens = held_tokens
+
+
+def agree(session: Session, held: HeldPrefix) -> int:
+    """At prefill: the leading tokens that decode holds, by its hashes and the request's own ids."""
+    requirements = session.config.requirements
+    if not held.hashes or requirements is None:
+        return 0
+    ids = session.prompt_ids
+    adapters: tuple[LoraAdapter, ...] = ()
+    media: tuple[str, ...] = ()
+    if session.state:
+        state = decode_state(session.state)
+        ids = state.tokens.ids
+        adapters = state.fingerprint.lora
+        media = () if state.multimodal is None else state.multimodal.hashes
+    salt = prefix_salt(requirements.fingerprint, adapters=adapters, media=media)
+    return min(agreed_tokens(held, unpack_ids(ids), salt), session.tokens)
 
 
 def _take_committed(session: Session, message: m.Committed) -> None:

@@ -57,7 +57,7 @@ class Ledger:
     def take_in(self, session: Session) -> Session:
         """Hold the session, if its blocks can hold its tokens; else nothing of it stays."""
         try:
-            session.payload.pieces()
+            session.payload.check_tables()
         except KVFerryError:
             session.dismiss()
             raise

@@ -7,32 +7,44 @@ transfer does not take all of them. Nothing here decides what happens next.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.errors import KVFerryError, LocalError
-from kvferry.layout import CopyPlan, PieceTable, copy_plan, source_pieces
+from kvferry.layout import CopyPlan, copy_plan, source_pieces
 from kvferry.protocol import messages as m
 from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Mode
-from kvferry.transfer.integrity import NO_DIGESTS, DigestTable, digest_pieces
+from kvferry.transfer.integrity import (
+    NO_DIGESTS,
+    DigestTable,
+    compare_digests,
+    digest_pieces,
+    digest_plan,
+    join_digests,
+    nothing_arrived,
+    select_digests,
+)
 from kvferry.transport.base import Arrived, CancelToken, Copy, Direction
 
 if TYPE_CHECKING:
     from kvferry.transfer.session import Session
 
-__all__ = ["Part", "Payload"]
+__all__ = ["WHOLE", "Part", "Payload"]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of the payload one copy moves: these layers (None: all), these tokens."""
+    """Which part of the payload one copy moves: these layers, these tokens; None means all."""
 
-    layers: range | None
-    first_token: int
-    stop_token: int
+    layers: range | None = None
+    token_range: tuple[int, int] | None = None
+
+
+WHOLE = Part()
 
 
 class Payload:
@@ -44,8 +56,9 @@ class Payload:
         self._parts: deque[Part] = deque()
         self._cancel = CancelToken()
         self._when_quiet: Callable[[], None] | None = None
-        self._digests: asyncio.Future[DigestTable] | None = None
-        self._pieces: PieceTable | None = None
+        self._moved: list[Part] = []
+        self._exported: asyncio.Future[DigestTable] | None = None
+        self._vouching: asyncio.Future[DigestTable] | None = None
         self.is_copying = False
         self.arrived: list[Arrived] = []
 
@@ -59,17 +72,29 @@ class Payload:
         descriptors = sum(part.descriptors for part in self.arrived)
         return self.nbytes, descriptors, sum(len(part.chunk_id) for part in self.arrived)
 
-    def pieces(self) -> PieceTable:
-        """This side's pieces of everything that moves, in this side's own order.
+    def check_tables(self) -> None:
+        """Raise InputError when this side's block tables do not hold the session's tokens."""
+        source_pieces(self._session.config.layout, self._session.tables, self._session.tokens)
 
-        Raises InputError when the block tables do not hold so many tokens.
-        """
+    def plan(self, part: Part = WHOLE, *, held_tokens: int | None = None) -> CopyPlan:
+        """The copies of one part, the same at both sides: what both layouts hold, in prefill's order."""
         session = self._session
-        if self._pieces is None:
-            self._pieces = source_pieces(
-                session.config.layout, session.tables, session.tokens, first_token=session.held_tokens
-            )
-        return self._pieces
+        assert session.peer is not None
+        ours = (session.config.layout, session.tables)
+        theirs = (session.peer.party.layout, session.peer_tables)
+        (src, src_tables), (dst, dst_tables) = (
+            (ours, theirs) if session.role is Role.PREFILL else (theirs, ours)
+        )
+        return copy_plan(
+            src,
+            dst,
+            src_tables,
+            dst_tables,
+            session.tokens,
+            first_token=session.held_tokens if held_tokens is None else held_tokens,
+            layers=part.layers,
+            token_range=part.token_range,
+        )
 
     # Copies.
 
@@ -84,11 +109,13 @@ class Payload:
         if self.is_copying or not self._parts:
             return
         part = self._parts.popleft()
+        self._moved.append(part)
         if session.role is Role.PREFILL and not session.peer.connection.can_write:
             # Decode carries the push out by reading; our word starts it at once.
             layers = part.layers or range(1 << 20)
+            first, stop = part.token_range or (0, session.tokens)
             session.post(
-                m.Ready(session.transfer, layers.start, layers.stop, part.first_token, part.stop_token)
+                m.Ready(session.transfer, layers.start, layers.stop, first, stop, session.held_tokens)
             )
             self.copy_next()
             return
@@ -109,29 +136,14 @@ class Payload:
     def _copy_in_thread(self, part: Part) -> Arrived:
         session = self._session
         assert session.peer is not None
-        writes = session.role is Role.PREFILL
-        plan = self._plan(part, writes=writes)
+        connection = session.peer.connection
+        plan = self.plan(part)
+        if not plan.num_pieces:  # decode holds it all, or this part is outside a window
+            return nothing_arrived(connection.path)
         deadline = min(session.timeout_deadline, session.lease_deadline)
         copy = Copy(session.transfer, plan, deadline, session.config.integrity, self._cancel)
         self._cancel.raise_if_cancelled()
-        connection = session.peer.connection
-        return connection.write(copy) if writes else connection.read(copy)
-
-    def _plan(self, part: Part, *, writes: bool) -> CopyPlan:
-        session = self._session
-        assert session.peer is not None
-        ours = (session.config.layout, session.tables)
-        theirs = (session.peer.party.layout, session.peer_tables)
-        (src, src_tables), (dst, dst_tables) = (ours, theirs) if writes else (theirs, ours)
-        return copy_plan(
-            src,
-            dst,
-            src_tables,
-            dst_tables,
-            part.stop_token,
-            first_token=max(part.first_token, session.held_tokens),
-            layers=part.layers,
-        )
+        return connection.write(copy) if session.role is Role.PREFILL else connection.read(copy)
 
     def _copied(self, done: asyncio.Future[Arrived]) -> None:
         session = self._session
@@ -158,12 +170,13 @@ class Payload:
         writes = session.mode is Mode.PUSH and session.peer.connection.can_write
         if writes is (session.role is Role.PREFILL):
             return
-        pieces = self.pieces()
+        # A push says only with its commit what it left out: until then all of it may come.
+        plan = self.plan(held_tokens=0 if writes else None)
         session.node.grants.open(
             session.transfer,
             Direction.WRITE if writes else Direction.READ,
-            pieces.offset,
-            pieces.nbytes,
+            plan.dst_offset if writes else plan.src_offset,
+            plan.nbytes,
             self._landed_in_thread,
         )
 
@@ -179,36 +192,58 @@ class Payload:
         if self._session.machine.phase is Phase.MOVING:
             self._session.feed(Event.LANDED)
 
-    # Digests of this side's blocks, as they were exported.
+    # Digests of prefill's blocks.
 
     def begin_digests(self) -> None:
-        """Take them in a thread, from now on."""
-        if self._digests is None and self._session.config.integrity:
-            self._digests = asyncio.ensure_future(
-                self._loop.run_in_executor(self._session.node.copiers, self._digest_in_thread)
+        """An offer's digests are taken when it is made, in a thread: its blocks must stay as they are now."""
+        if self._session.config.integrity:
+            self._exported = asyncio.ensure_future(
+                self._loop.run_in_executor(self._session.node.copiers, self._export_in_thread)
             )
-            self._digests.add_done_callback(lambda _: self._quiet_again())
+            self._exported.add_done_callback(lambda _: self._quiet_again())
 
     @property
     def is_digesting(self) -> bool:
         """Digests are being taken now."""
-        return self._digests is not None and not self._digests.done()
+        return any(task is not None and not task.done() for task in (self._exported, self._vouching))
 
     def vouch(self) -> bool:
-        """True if the digests are there (or none are wanted); else VOUCHED comes when they are."""
+        """True where no digests are wanted; else VOUCHED comes when those of all that moved are there."""
         if not self._session.config.integrity:
             return True
-        self.begin_digests()
-        assert self._digests is not None
-        self._digests.add_done_callback(self._vouched)
+        self._vouching = asyncio.ensure_future(self._vouch())
+        self._vouching.add_done_callback(self._vouched)
+        self._vouching.add_done_callback(lambda _: self._quiet_again())
         return False
 
     def digest_table(self) -> DigestTable:
-        """The digests; after VOUCHED."""
-        return NO_DIGESTS if self._digests is None else self._digests.result()
+        """The digests of all that moved; after VOUCHED."""
+        return NO_DIGESTS if self._vouching is None else self._vouching.result()
 
-    def _digest_in_thread(self) -> DigestTable:
-        return digest_pieces(self._session.node.memory.array, self.pieces())
+    async def _vouch(self) -> DigestTable:
+        exported = None if self._exported is None else await self._exported
+        work = functools.partial(self._vouch_in_thread, exported)
+        return await self._loop.run_in_executor(self._session.node.copiers, work)
+
+    def _export_in_thread(self) -> DigestTable:
+        session = self._session
+        pieces = source_pieces(session.config.layout, session.tables, session.tokens)
+        return digest_pieces(session.node.memory.array, pieces)
+
+    def _vouch_in_thread(self, exported: DigestTable | None) -> DigestTable:
+        """For each part that moved, in order: its chunks' digests, taken at export wherever that can be."""
+        session, memory = self._session, self._session.node.memory.array
+        if exported is None:
+            return join_digests([digest_plan(memory, self.plan(part)) for part in self._moved])
+        plan = self.plan()
+        if plan.chunk_complete.all():
+            return select_digests(exported, plan.chunk_id)
+        # Part of a chunk moved (a held prefix, another split of heads): its digest is taken now, and
+        # means what was exported only if the whole chunk still has its digest of then.
+        pieces = source_pieces(session.config.layout, session.tables, session.tokens)
+        cut = plan.chunk_id[~plan.chunk_complete]
+        compare_digests(select_digests(exported, cut), digest_pieces(memory, pieces, only=cut))
+        return join_digests([digest_plan(memory, plan)])
 
     def _vouched(self, digests: asyncio.Future[DigestTable]) -> None:
         session = self._session

@@ -60,6 +60,7 @@ class Service:
 
     async def _reserve(self, call: c.ReserveCall) -> c.Held:
         session = self._hold(Role.DECODE, Mode.PUSH, call)
+        session.held = call.held
         return c.Held(self._node.ticket(session, call.lease_seconds))
 
     def _hold(self, role: Role, mode: Mode, call: c.OfferCall | c.ReserveCall) -> Session:
@@ -82,13 +83,13 @@ class Service:
 
     async def _pull(self, call: c.PullCall) -> c.Arrival:
         session = await self._claim(Role.DECODE, Mode.PULL, call)
-        session.held_tokens = call.held_tokens
+        session.held = call.held
         session.start()
         return await session.published
 
     async def _push(self, call: c.PushCall) -> c.Nothing:
         session = await self._claim(Role.PREFILL, Mode.PUSH, call)
-        session.state = call.state
+        session.state, session.prompt_ids = call.state, call.prompt_ids
         session.start()
         return c.Nothing()
 
@@ -137,7 +138,7 @@ class Service:
     async def _layers(self, call: c.LayersCall) -> c.Nothing:
         session = self._node.ledger.get(call.transfer)
         await self._granted(session)
-        session.push_part(Part(range(call.first_layer, call.stop_layer), call.first_token, call.stop_token))
+        session.push_part(Part(range(call.first_layer, call.stop_layer), (call.first_token, call.stop_token)))
         return c.Nothing()
 
     async def _commit(self, call: c.CommitCall) -> c.Nothing:

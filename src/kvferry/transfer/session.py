@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.errors import DeadlineError, KVFerryError, LocalError, PeerError
 from kvferry.layout import BlockTable
 from kvferry.protocol import messages as m
 from kvferry.protocol.machine import Machine
+from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.table import START_PHASE, TRUTH, WAITS, Action, Event, Phase, Role, Wait
 from kvferry.protocol.ticket import Mode
 from kvferry.transfer.actions import ACTIONS
@@ -38,6 +39,8 @@ _SAFE_AT_DECODE = frozenset({Phase.COMMITTED, Phase.ALONE, Phase.STARTING})
 class Session:
     """State of one transfer. ``tables`` are this side's blocks, ``peer_tables`` the other's.
 
+    ``held`` is the prefix that decode said it holds (at decode), ``held_tokens`` what both agreed on.
+
     Futures: ``published`` resolves at decode when the state is visible (or with the error);
     ``ended`` resolves when this side's blocks are its engine's again; ``answered`` when a claim of
     this side is no longer waiting for its answer, whatever came of it.
@@ -54,7 +57,9 @@ class Session:
     timeout_deadline: float
     ticket: bytes = b""
     state: bytes = b""
+    held: HeldPrefix = field(default_factory=HeldPrefix)
     held_tokens: int = 0
+    prompt_ids: bytes = b""
     peer_tokens: int = 0
     peer: Peer | None = None
     handshake_seconds: float = 0.0

@@ -134,14 +134,28 @@ class Arrived:
     ``digests`` are xxh3-64, one for each entry of ``chunk_id``, over the bytes at the
     destination in plan order; None when integrity was off, or, for a write, at the side that
     sent (the receiver's guard has them). ``path`` names what really carried the bytes.
+
+    ``piece_offset`` and ``piece_nbytes``, int64, say where at the destination the bytes went, in
+    the order in which they were summed; ``chunk_nbytes``, int64, how that order falls into chunks.
     """
 
-    nbytes: int
-    descriptors: int
     path: str
     seconds: float
+    piece_offset: NDArray[np.int64]
+    piece_nbytes: NDArray[np.int64]
     chunk_id: NDArray[np.int64]
+    chunk_nbytes: NDArray[np.int64]
     digests: NDArray[np.uint64] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that arrived."""
+        return int(self.piece_nbytes.sum())
+
+    @property
+    def descriptors(self) -> int:
+        """Pieces that they came in."""
+        return len(self.piece_nbytes)
 
 
 class Guard(Protocol):

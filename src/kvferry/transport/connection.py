@@ -34,7 +34,7 @@ from kvferry.transport.copying import run_parts
 from kvferry.transport.greeting import Role
 from kvferry.transport.patience import Patience
 from kvferry.transport.serving import Handler, Served, Serving
-from kvferry.transport.table import Part, split_copy
+from kvferry.transport.table import Part, chunk_nbytes, split_copy
 from kvferry.transport.users import Users, forget_locals
 from kvferry.transport.wire import Operation
 
@@ -134,11 +134,12 @@ class SocketConnection(Connection):
                 raise self._users.error from None
             raise
         return Arrived(
-            nbytes=copy.plan.total_nbytes,
-            descriptors=len(copy.plan.nbytes),
             path=self.path,
             seconds=time.monotonic() - started,
+            piece_offset=copy.plan.dst_offset,
+            piece_nbytes=copy.plan.nbytes,
             chunk_id=copy.plan.chunk_id,
+            chunk_nbytes=chunk_nbytes(copy.plan),
             digests=digests if copy.integrity and direction is Direction.READ else None,
         )
 

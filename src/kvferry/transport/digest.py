@@ -77,6 +77,8 @@ def digest_chunks(
     Scattered pieces are gathered into a cache-hot buffer and summed there, one call a chunk:
     a call for each 4 KiB piece would cost more than the sum.
     """
+    if not len(nbytes):
+        return ChunkDigests(np.zeros(len(chunk_start) - 1, np.int64)).digests()
     sums = ChunkDigests(np.concatenate(([0], np.cumsum(nbytes)))[chunk_start[1:]])
     piece_nbytes, (piece_offset,) = split_pieces(nbytes, offset)
     staging = thread_staging()

@@ -35,7 +35,7 @@ from kvferry.transport.control import Control, broken
 from kvferry.transport.greeting import connect_timed_out
 from kvferry.transport.patience import Patience
 from kvferry.transport.shared_copy import Mapped, copy_part
-from kvferry.transport.table import Part, first_outside, split_copy
+from kvferry.transport.table import Part, chunk_nbytes, first_outside, split_copy
 from kvferry.transport.users import Users, forget_locals
 from kvferry.transport.wire import malformed, refusal
 
@@ -100,11 +100,12 @@ class InprocConnection(Connection):
             forget_locals(error)
             raise
         return Arrived(
-            nbytes=copy.plan.total_nbytes,
-            descriptors=len(copy.plan.nbytes),
             path=self.path,
             seconds=time.monotonic() - started,
+            piece_offset=copy.plan.dst_offset,
+            piece_nbytes=copy.plan.nbytes,
             chunk_id=copy.plan.chunk_id,
+            chunk_nbytes=chunk_nbytes(copy.plan),
             digests=np.concatenate([np.empty(0, np.uint64), *(d for d in found if d is not None)])
             if copy.integrity and direction is Direction.READ
             else None,
@@ -132,11 +133,12 @@ class InprocConnection(Connection):
             check()
             if direction is Direction.WRITE:
                 arrived = Arrived(
-                    part.total_nbytes,
-                    len(part.nbytes),
                     self.path,
                     time.monotonic() - started,
+                    part.there,
+                    part.nbytes,
                     part.chunk_id,
+                    np.diff(part.chunk_end, prepend=0),
                     digests,
                 )
                 peer.guard.landed(copy.transfer_id, arrived)

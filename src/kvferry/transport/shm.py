@@ -58,7 +58,7 @@ class ShmConnection(SocketConnection):
 
     def _move(self, direction: Direction, copy: Copy, patience: Patience) -> NDArray[np.uint64]:
         source = self._checked_source(copy)
-        strided = copy.plan.product if copy.plan.runs and not copy.integrity else None
+        strided = None if copy.integrity else copy.plan.product
         parts = split_copy(copy, direction, self.memory.nbytes, self.peer_address)
         if strided is None or len(parts) != 1 or not isinstance(source, Mapped):
             return super()._move(direction, copy, patience)

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import LocalError
+from kvferry.layout import CopyPlan
 from kvferry.transport.base import Copy, Direction
 from kvferry.transport.staging import STEP_NBYTES
 
-__all__ = ["MAX_PIECES", "Part", "first_outside", "lanes_for", "split_copy", "split_pieces"]
+__all__ = ["MAX_PIECES", "Part", "chunk_nbytes", "first_outside", "lanes_for", "split_copy", "split_pieces"]
 
 Int64 = NDArray[np.int64]
 
@@ -46,6 +47,12 @@ class Part:
     @property
     def total_nbytes(self) -> int:
         return int(self.chunk_end[-1]) if len(self.chunk_end) else 0
+
+
+def chunk_nbytes(plan: CopyPlan) -> Int64:
+    """Bytes of each chunk of a plan, int64."""
+    ends = np.concatenate(([0], np.cumsum(plan.nbytes)))
+    return np.diff(ends[plan.chunk_start])
 
 
 def split_copy(copy: Copy, direction: Direction, here_nbytes: int, peer: str, streams: int = 1) -> list[Part]:

@@ -65,11 +65,12 @@ def serve_write(channel: Channel, array: Bytes, request: Request, patience: Pati
     guard.landed(
         request.transfer_id,
         Arrived(
-            nbytes=frames.total_nbytes,
-            descriptors=len(request.offset),
             path="tcp",
             seconds=time.monotonic() - started,
+            piece_offset=request.offset,
+            piece_nbytes=request.nbytes,
             chunk_id=request.chunk_id,
+            chunk_nbytes=np.diff(request.chunk_end, prepend=0),
             digests=sums.digests() if sums else None,
         ),
     )
