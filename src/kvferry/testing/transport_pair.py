@@ -49,6 +49,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, WAIT_SECONDS), self.loop)
 
     def close(self) -> None:
+        self.run(self.loop.shutdown_default_executor())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()

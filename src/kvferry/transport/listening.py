@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from kvferry.errors import KVFerryError
 from kvferry.transport.base import Listener
@@ -31,7 +31,7 @@ class SocketListener(Listener):
         self.address = address
         self._sock = sock
         self._greet = greet
-        self._greeting: dict[asyncio.Task[None], None] = {}
+        self._greeting: dict[asyncio.Task[bool], None] = {}
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     async def close(self) -> None:
@@ -55,18 +55,24 @@ class SocketListener(Listener):
                 next(iter(self._greeting)).cancel()
             task = loop.create_task(self._welcome(sock))
             self._greeting[task] = None
-            task.add_done_callback(lambda done: self._greeting.pop(done, None))
+            task.add_done_callback(partial(self._welcomed, sock))
 
-    async def _welcome(self, sock: socket.socket) -> None:
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(sock.close)
-            sock.setblocking(False)
-            try:
-                async with asyncio.timeout(GREETING_SECONDS):
-                    await self._greet(sock)
-            except (OSError, TimeoutError, KVFerryError) as error:
-                _log.info("%s: dropped a peer: %s", self.address, error or "it said nothing in time")
-            except Exception:  # noqa: BLE001 - on_connection is the caller's code; logged, and it has no connection
-                _log.exception("%s: a peer could not be handed over", self.address)
-            else:
-                on_failure.pop_all()
+    async def _welcome(self, sock: socket.socket) -> bool:
+        """Whether ``greet`` has taken the socket over."""
+        sock.setblocking(False)
+        try:
+            async with asyncio.timeout(GREETING_SECONDS):
+                await self._greet(sock)
+        except (OSError, TimeoutError, KVFerryError) as error:
+            _log.info("%s: dropped a peer: %s", self.address, error or "it said nothing in time")
+        except Exception:  # noqa: BLE001 - on_connection is the caller's code; logged, its peer is dropped
+            _log.exception("%s: a peer could not be handed over", self.address)
+        else:
+            return True
+        return False
+
+    def _welcomed(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
+        # Here, not in the task: one that is cancelled before it began never runs.
+        self._greeting.pop(task, None)
+        if task.cancelled() or not task.result():
+            sock.close()

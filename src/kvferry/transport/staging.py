@@ -28,6 +28,8 @@ def step_starts(nbytes: NDArray[np.int64], step_nbytes: int = STEP_NBYTES) -> ND
     most that size a step has less than twice as many bytes. Steps nest: each border of a multiple
     of ``step_nbytes`` is a border of ``step_nbytes`` too.
     """
+    if not len(nbytes):
+        return np.zeros(1, np.int64)
     window = (np.cumsum(nbytes) - nbytes) // step_nbytes
     borders = np.flatnonzero(window[1:] != window[:-1]) + 1
     return np.concatenate(([0], borders, [len(nbytes)])).astype(np.int64)

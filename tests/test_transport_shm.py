@@ -1,0 +1,187 @@
+"""What only shm has: two paths, one user, offers of memory, and the probe."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+import numpy as np
+import pytest
+
+from kvferry.errors import PeerError, TransportError
+from kvferry.testing.guards import ScriptedGuard
+from kvferry.testing.plans import expected_digests, make_plan, random_plan
+from kvferry.testing.transport_pair import WAIT_SECONDS, LoopThread, TransportPair
+from kvferry.transport import shm_offer
+from kvferry.transport.base import Direction, Memory
+from kvferry.transport.memory import create_shared, private
+from kvferry.transport.shm import ShmTransport
+from transport_raw import (
+    POOL_NBYTES,
+    greet,
+    raw_socket,
+    read_to_end,
+    shm_address,
+    still_serves,
+)
+
+
+def shm_pair(listening: Memory, connecting: Memory, options: str = "") -> TransportPair:
+    return TransportPair(ShmTransport, shm_address() + options, listening, connecting)
+
+
+def test_private_memory_is_read_from_its_process() -> None:
+    """Without a descriptor the path is cma, from either side, and it is recorded."""
+    pair = shm_pair(private(bytearray(POOL_NBYTES)), private(np.zeros(POOL_NBYTES // 4, np.float32)))
+    plan = random_plan(1, POOL_NBYTES, [4096] * 50 + [77] * 9, 3)
+    for asking, other in (pair.sides, pair.sides[::-1]):
+        assert asking.connection.path == "cma"
+        other.memory.array[:] = np.frombuffer(os.urandom(POOL_NBYTES), np.uint8)
+        arrived = asking.copy(Direction.READ, plan)
+        assert arrived.path == "cma"
+        assert arrived.digests is not None
+        assert arrived.digests.tolist() == expected_digests(plan, other.memory.array)
+    pair.close()
+
+
+def test_memory_that_cannot_be_read_is_said_and_only_a_read_fails() -> None:
+    """Private memory of a third process: the other direction works, a read says why not."""
+    foreign = Memory(np.zeros(POOL_NBYTES, np.uint8), owner_pid=os.getppid(), owner_address=4096)
+    pair = shm_pair(foreign, create_shared(POOL_NBYTES))
+    assert pair.connecting.connection.path == "none"
+    assert "third process" in pair.connecting.connection.notes[0]
+    with pytest.raises(TransportError, match="third process") as caught:
+        pair.connecting.copy(Direction.READ, make_plan([0], [0], [4096]))
+    assert caught.value.next_step
+    pair.connecting.memory.array[:] = 3
+    assert pair.listening.copy(Direction.READ, make_plan([0], [0], [4096])).path == "mapped"
+    assert foreign.array[:4096].sum() == 3 * 4096
+    pair.close()
+
+
+def test_a_path_that_was_asked_for_must_be_there() -> None:
+    """``?path=mapped`` to private memory fails at connect, and nothing is held."""
+    loop = LoopThread()
+    memory = private(bytearray(POOL_NBYTES))
+    transport = ShmTransport(memory, ScriptedGuard())
+    listener = loop.run(transport.listen(shm_address(), lambda _connection: None))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportError, match="private"):
+        loop.run(transport.connect(listener.address + "?path=mapped", WAIT_SECONDS))
+    loop.run(listener.close())
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    loop.close()
+
+
+def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's word about the peer's user decides, at both sides."""
+    loop, memory = LoopThread(), create_shared(POOL_NBYTES)
+    transport = ShmTransport(memory, ScriptedGuard())
+    listener = loop.run(transport.listen(shm_address(), lambda _connection: pytest.fail("accepted")))
+    monkeypatch.setattr(shm_offer.os, "geteuid", lambda: 12_345)
+    with pytest.raises(PeerError, match="user") as caught:
+        loop.run(transport.connect(listener.address, WAIT_SECONDS))
+    assert caught.value.next_step
+    with raw_socket(listener.address) as sock:
+        assert read_to_end(sock) == b""
+    loop.run(listener.close())
+    loop.close()
+    memory.close()
+
+
+def offer(**says: object) -> bytes:
+    values = {"magic": b"KVFO", "fd": 0, "own": 1, "zero": 0, "nbytes": 4096} | says
+    return struct.pack(
+        "<4sBBHQQQ16s",
+        values["magic"],
+        values["fd"],
+        values["own"],
+        values["zero"],
+        values["nbytes"],
+        0,
+        0,
+        bytes(16),
+    )
+
+
+def memfd(nbytes: int, seals: int = 0) -> int:
+    fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("message", "sizes"),
+    [
+        (offer(magic=b"XXXX"), []),
+        (offer(zero=1), []),
+        (offer(nbytes=0), []),
+        (offer(nbytes=1 << 63), []),
+        (offer()[:20], []),
+        (offer(fd=1), []),
+        (offer(), [4096]),
+        (offer(fd=1), [4096, 4096]),
+        (offer(fd=1), [4096]),
+        (offer(fd=1), [4095]),
+    ],
+    ids=[
+        "magic",
+        "reserved",
+        "empty",
+        "huge",
+        "cut",
+        "fd missing",
+        "fd unsaid",
+        "two fds",
+        "unsealed",
+        "too small",
+    ],
+)
+def test_a_bad_offer_is_dropped_with_its_descriptors(message: bytes, sizes: list[int]) -> None:
+    """A peer that lies about its memory is hung up on, and every descriptor that it passed is closed."""
+    pair = shm_pair(create_shared(POOL_NBYTES), create_shared(POOL_NBYTES))
+    still_serves(pair)
+    fds = [memfd(4096, fcntl.F_SEAL_SHRINK if nbytes < 4096 else 0) for nbytes in sizes]
+    if sizes == [4095]:
+        os.close(fds.pop())
+        fds = [memfd(4000, fcntl.F_SEAL_SHRINK)]
+    before = len(os.listdir("/proc/self/fd"))
+    with raw_socket(pair.listener.address) as sock:
+        sock.sendall(greet(1))
+        socket.send_fds(sock, [message], fds)
+        assert read_to_end(sock) == b""
+    assert len(os.listdir("/proc/self/fd")) == before
+    for fd in fds:
+        os.close(fd)
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("says", "wanted", "word"),
+    [
+        ({"pid": None}, None, "third process"),
+        ({"pid": 1 << 22}, None, "cannot be read"),
+        ({"cookie": bytes(16)}, None, "is not the peer"),
+        ({}, "mapped", "private"),
+    ],
+    ids=["no pid", "no process", "another process", "not mapped"],
+)
+def test_the_probe_finds_memory_that_cannot_be_read(says: dict, wanted: str | None, word: str) -> None:
+    """Known bytes are read before anything is promised; what fails says why."""
+    cookie = shm_offer.Cookie()
+    values = {
+        "nbytes": 4096,
+        "address": 0,
+        "cookie_address": cookie.address,
+        "cookie": cookie.value,
+        "pid": os.getpid(),
+        "fd": None,
+    } | says
+    with pytest.raises(TransportError, match=word) as caught:
+        shm_offer.source_for(shm_offer.Offer(**values), wanted, "peer")
+    assert (caught.value.peer, caught.value.phase) == ("peer", "connect")
+    assert caught.value.next_step
