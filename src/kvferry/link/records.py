@@ -204,17 +204,19 @@ class LinkFit(Line, frozen=True, kw_only=True):
         :meth:`predict` does, and where the samples are too few for that quantile.
         """
         typical = self.predict(nbytes, descriptors)
-        index = next(
-            (i for i, s in enumerate(self.spreads) if nbytes <= s.up_to_nbytes), len(self.spreads) - 1
-        )
-        if index < 0:
-            raise NoPlanError("this fit has no spread: nothing was measured", next_step="probe the pair")
-        seconds = typical * self.spreads[index].ratio(q)
+        spread = self.spread_at(nbytes)
+        if spread is None:
+            raise NoPlanError("the spread of this fit was not kept", next_step="probe the pair again")
+        seconds = typical * spread.ratio(q)
         # Relative spread shrinks with size; the bound over the smaller bands keeps the answer monotone.
-        for spread in self.spreads[:index]:
-            if (ratio := spread.ratio_or_none(q)) is not None:
-                seconds = max(seconds, self.at_least(spread.up_to_nbytes, descriptors) * ratio)
+        for band in itertools.takewhile(lambda band: band is not spread, self.spreads):
+            if (ratio := band.ratio_or_none(q)) is not None:
+                seconds = max(seconds, self.at_least(band.up_to_nbytes, descriptors) * ratio)
         return seconds
+
+    def spread_at(self, nbytes: int) -> Spread | None:
+        """The spread of copies of that size, or None where none was kept."""
+        return next((band for band in self.spreads if nbytes <= band.up_to_nbytes), (None, *self.spreads)[-1])
 
     def why_unknown(self, nbytes: int, descriptors: int) -> str | None:
         """Why :meth:`predict` would refuse this copy, or None."""
