@@ -18,7 +18,8 @@ __all__ = ["MAX_LINKS_NBYTES", "decode_links", "encode_links", "load_links"]
 MAX_LINKS_NBYTES = 64 << 20
 """All pairs of 8 nodes with 1,000 samples each take 6 MB; of 250 nodes without samples, 60 MB."""
 
-_WIDTH = 118
+_WIDTH = 160
+"""The longest sample fits: one sample is one line."""
 
 
 class _Envelope(msgspec.Struct):
@@ -31,7 +32,8 @@ class _Envelope(msgspec.Struct):
 _decoder = msgspec.json.Decoder(LinkFile)
 _envelope = msgspec.json.Decoder(_Envelope)
 _PATH = re.compile(r"(.*?)(?: - at `(.*)`)?", re.DOTALL)
-_NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*)`")
+_NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
+_NO_NUMBER = re.compile(rb"-?(?:nan|infinity|inf)\b", re.IGNORECASE)
 _BYTE = re.compile(r"JSON is malformed: (.*) \(byte ([0-9]+)\)")
 
 
@@ -96,15 +98,19 @@ def _refuse_text(name: str, data: bytes, error: Exception) -> NoReturn:
     match = _BYTE.fullmatch(str(error))
     if match is None:
         _refuse(name, place_at(data, len(data)), f"not JSON: {error}", error)
-    place = place_at(data, int(match[2]))
-    word = re.match(rb"-?(NaN|Infinity|nan|inf)", data[int(match[2]) :])
+    offset = int(match[2])
+    place = place_at(data, offset)
+    # Of -Infinity the parser names the second byte, of nan the second or third.
+    words = _NO_NUMBER.finditer(data, max(offset - 4, 0), offset + 16)
+    word = next((word for word in words if word.start() <= offset < word.end()), None)
     reason = f"{word[0].decode()} is no number" if word else f"not JSON: {match[1]}"
     _refuse(name, place, reason, error)
 
 
 def _refuse(name: str, place: Place, reason: str, cause: Exception | None = None) -> NoReturn:
     key = f" {place.key}:" if place.key else ""
-    raise InputError(f"link: {name}, line {place.line}:{key} {reason}") from cause
+    # Keys and values may hold anything; the message stays one line.
+    raise InputError(" ".join(f"link: {name}, line {place.line}:{key} {reason}".split())) from cause
 
 
 def encode_links(links: LinkFile) -> bytes:

@@ -42,7 +42,7 @@ class Outlier(msgspec.Struct, frozen=True):
     Args:
         ratio: its seconds over the median of its class, for the copy where that is worst.
         reasons: every one that fits, the most telling first.
-        detail: the first reason with its names and numbers.
+        detail: the same in words, with names.
     """
 
     pair: str
@@ -142,7 +142,7 @@ def _outlier(member: _Member, group: _Class) -> Outlier:
         median_seconds=group.medians[worst],
         ratio=member.ratios[worst],
         reasons=tuple(reasons),
-        detail=_detail(reasons[0], member.profile, group.members),
+        detail="; ".join(_detail(reason, member.profile, group.members) for reason in reasons),
     )
 
 

@@ -119,7 +119,11 @@ class LinkProfile(
     @property
     def label(self) -> str:
         """``measured 2026-03-01`` or ``unmeasured``."""
-        return f"measured {self.date:%Y-%m-%d}" if self.measured and self.date else "unmeasured"
+        return _label(self.date if self.measured else None)
+
+    def label_of(self, entry: ConditionFit) -> str:
+        """The same of one fit, which may be older than its profile."""
+        return _label(self.date_of(entry) if self.measured else None)
 
     @property
     def pair(self) -> str:
@@ -146,6 +150,10 @@ class LinkProfile(
         raise NoPlanError(
             f"{self.pair}: not measured under {wanted}; measured: {known}", next_step="probe it so"
         )
+
+
+def _label(date: datetime | None) -> str:
+    return f"measured {date:%Y-%m-%d}" if date else "unmeasured"
 
 
 class LinkFile(Record, frozen=True, kw_only=True, omit_defaults=False):

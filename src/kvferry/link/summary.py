@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import msgspec
 
 from kvferry.errors import NoPlanError
-from kvferry.link.profile import LinkFile, LinkProfile
+from kvferry.link.profile import ConditionFit, LinkFile, LinkProfile
 from kvferry.link.records import LinkFit
 from kvferry.link.words import Conditions
 
 __all__ = ["PairSummary", "summarise"]
 
 
-class PairSummary(msgspec.Struct, frozen=True):
+class PairSummary(
+    Conditions,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=False,
+    rename={"from_node": "from", "to_node": "to", "link_class": "class", "transport": "transport_used"},
+):
     """One pair under one set of conditions, for one payload.
 
     Args:
@@ -28,9 +33,13 @@ class PairSummary(msgspec.Struct, frozen=True):
         beyond: how the payload lies outside what was measured.
     """
 
-    pair: str
+    from_node: str
+    to_node: str
+    transport: str
+    path: str
+    via: str
     link_class: str
-    conditions: Conditions
+    measured: bool
     label: str
     nbytes: int
     descriptors: int
@@ -50,18 +59,10 @@ def summarise(
     """Every pair and condition, for ``nbytes`` in pieces of ``block_bytes``.
 
     Without ``nbytes``: the largest that every measured fit covers; without ``block_bytes``: the fewest
-    pieces that were measured. A preset alone is shown at 1 GB.
+    pieces that were measured. Presets alone are shown at 1 GB.
     """
     payload = _payload(links) if nbytes is None else nbytes
-    return tuple(_summary(pair, entry, payload, block_bytes) for pair, entry in _entries(links))
-
-
-def _entries(links: LinkFile) -> Iterator[tuple[LinkProfile, tuple[Conditions, str, LinkFit]]]:
-    for pair in links.pairs:
-        for entry in pair.fits:
-            date = pair.date_of(entry)
-            label = f"measured {date:%Y-%m-%d}" if pair.measured and date else "unmeasured"
-            yield pair, (entry.conditions, label, entry.fit)
+    return tuple(_summary(pair, entry, payload, block_bytes) for pair in links.pairs for entry in pair.fits)
 
 
 def _payload(links: LinkFile) -> int:
@@ -69,10 +70,8 @@ def _payload(links: LinkFile) -> int:
     return min((span.high for span in spans if span is not None), default=10**9)
 
 
-def _summary(
-    pair: LinkProfile, entry: tuple[Conditions, str, LinkFit], nbytes: int, block_bytes: int | None
-) -> PairSummary:
-    conditions, label, fit = entry
+def _summary(pair: LinkProfile, entry: ConditionFit, nbytes: int, block_bytes: int | None) -> PairSummary:
+    fit = entry.fit
     descriptors = _pieces(fit, nbytes, block_bytes)
     unknown = ""
     seconds = tail = None
@@ -83,10 +82,15 @@ def _summary(
         unknown = error.message
     rate = None if seconds is None else nbytes / seconds
     return PairSummary(
-        pair=pair.pair,
+        **msgspec.structs.asdict(entry.conditions),
+        from_node=pair.from_node,
+        to_node=pair.to_node,
+        transport=pair.transport,
+        path=pair.path,
+        via=pair.via,
         link_class=pair.link_class,
-        conditions=conditions,
-        label=label,
+        measured=pair.measured,
+        label=pair.label_of(entry),
         nbytes=nbytes,
         descriptors=descriptors,
         seconds=seconds,
