@@ -24,12 +24,13 @@ kvferry moves a request's KV cache and execution state from a prefill worker to 
 
   How big is it?           kvferry size MODEL --tokens N
   See it move              kvferry demo
+  How fast is a link?      kvferry link show FILE
 
 `kvferry VERB --help` says the rest."""
 
 # One module a verb, named like it, with a function of that name. They are imported only
 # when their verb (or the list of verbs) is asked for, so `kvferry --version` stays fast.
-VERBS = ("size", "demo")
+VERBS = ("size", "demo", "link")
 
 app = App(
     name="kvferry",
