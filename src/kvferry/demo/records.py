@@ -46,7 +46,7 @@ class DemoOptions(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """The first line that a worker reads."""
 
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode", "alone"]
     mode: Literal["pull", "push"]
     model: ModelName
     address: str
@@ -85,16 +85,20 @@ class Ticketed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """What a worker did. Prefill fills the first group, decode the second.
+    """What a worker did: prefill its times, decode the move and the output, alone the output.
 
     ``free_blocks`` of ``num_blocks`` at the end: equal when nothing stayed held.
-    ``logits_digest``: one xxh3-64 for each step's logits. Times in seconds.
+    ``logits_digest``: one xxh3-64 for each step's logits. Times in seconds; ``ready_at`` is when
+    prefill had computed and exported, ``arrived_at`` when decode had everything, both by this
+    host's monotonic clock, which its processes share.
     """
 
     free_blocks: int
     num_blocks: int
     prefill_seconds: float = 0.0
     export_seconds: float = 0.0
+    ready_at: float = 0.0
+    arrived_at: float = 0.0
     import_seconds: float = 0.0
     first_step_seconds: float = 0.0
     memcpy_seconds: float = 0.0
@@ -115,7 +119,10 @@ WorkerEvent = Ready | Progress | Ticketed | Finished | Failed
 
 
 class DemoTimings(msgspec.Struct, frozen=True):
-    """Seconds of the handoff, in order. ``total``: from the prompt to decode's first own step."""
+    """Seconds of the handoff, in order. ``total``: from the prompt to decode's first own step.
+
+    ``move`` is what a request waits for: in a push, the part after prefill had finished.
+    """
 
     prefill: float
     export: float

@@ -1,4 +1,4 @@
-"""Runs the demo: two worker processes, one request, and the same request in this process."""
+"""Runs the demo: two worker processes hand a request over, a third does it alone, and they are compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvferry.demo.records import (
     Ticketed,
     WorkerEvent,
 )
-from kvferry.demo.stage import Continuation, OnProgress, load_model, run_alone
+from kvferry.demo.stage import OnProgress, load_model
 from kvferry.engines.reference import Model, chat_prompt, check_sampling
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
 from kvferry.state import Limits, SamplingParameters
@@ -40,12 +40,15 @@ QUESTION = "Read this text, then say in a few sentences what it is about.\n\n"
 # A worker that says nothing for so long hangs: the slowest step, one prefill chunk or loading
 # the weights, takes seconds.
 SILENCE_SECONDS = 120.0
+# BLAS threads that spin for cores which others use make a small model ten times slower, and
+# another number of them changes bits: one a process, in all three.
+_ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _event_decoder: msgspec.json.Decoder[WorkerEvent] = msgspec.json.Decoder(WorkerEvent)
 Event = TypeVar("Event", Ready, Ticketed, Finished)
 
 
 def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoResult:
-    """Prefill in one process, decode in another, the same in this one; compare.
+    """Prefill in one process, decode in another, do the same in a third; compare.
 
     ``on_progress(stage, done, total, text)`` is told of stages ``load``, ``prefill``, ``decode``
     and ``alone``. Raises InputError naming the option, or the KVFerryError that ended the
@@ -62,8 +65,11 @@ def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoResult:
         first.begin(Begin())
         second.begin(Begin(first.expect(Ticketed).ticket))
         made, gave = decode.expect(Finished), prefill.expect(Finished)
-    on_progress("alone", 0, total, "")
-    alone = run_alone(model, jobs["decode"], on_progress)
+    with _Worker(jobs["alone"], on_progress) as worker:
+        worker.expect(Ready)
+        worker.begin(Begin())
+        on_progress("alone", 0, total, "")
+        alone = worker.expect(Finished)
     return _result(model, jobs["prefill"], gave, made, alone)
 
 
@@ -118,6 +124,7 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
     check_sampling(sampling, model.config.vocab_size)
     jobs = {}
     for role, block_size, axis_order in (
+        ("alone", options.block_size, options.axis_order),
         ("prefill", options.block_size, options.axis_order),
         (
             "decode",
@@ -128,7 +135,7 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
         # The name holds this process's id, so that demos side by side do not meet.
         address = f"shm://demo-{os.getpid()}-{role}" if options.transport == "shm" else "tcp://127.0.0.1:0"
         jobs[role] = Job(
-            role=role,  # type: ignore[arg-type]  # one of the two literals above
+            role=role,  # type: ignore[arg-type]  # one of the three literals above
             mode=options.mode,  # type: ignore[arg-type]  # checked above
             model=name,
             address=address,
@@ -151,7 +158,10 @@ class _Worker:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.demo.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "kvferry.demo.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | _ONE_THREAD,
         )
         self._reader = threading.Thread(target=self._read, name=f"demo-{self._job.role}")
         self._reader.start()
@@ -213,7 +223,7 @@ class _Worker:
         self._events.put(None)
 
 
-def _result(model: Model, job: Job, gave: Finished, made: Finished, alone: Continuation) -> DemoResult:
+def _result(model: Model, job: Job, gave: Finished, made: Finished, alone: Finished) -> DemoResult:
     record = made.record
     assert record is not None
     for role, worker in (("prefill", gave), ("decode", made)):
@@ -221,6 +231,8 @@ def _result(model: Model, job: Job, gave: Finished, made: Finished, alone: Conti
             raise LocalError(f"the {role} worker still holds {worker.num_blocks - worker.free_blocks} blocks")
     timings = record.timings
     move = timings.claim + timings.move
+    if job.mode == "push":  # most of it went on beside prefill: what is left is what was waited for
+        move = max(0.0, made.arrived_at - gave.ready_at - timings.verify - timings.commit)
     parts = (
         gave.prefill_seconds,
         gave.export_seconds,

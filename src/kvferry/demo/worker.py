@@ -1,4 +1,4 @@
-"""A demo worker's process: prefill or decode, one request, then the end.
+"""A demo worker's process: prefill, decode, or both alone; one request, then the end.
 
 Reads a Job and then a Begin as JSON lines on stdin; writes events as JSON lines on stdout. It
 ends when its stdin ends, so it does not outlive the demo.
@@ -26,6 +26,7 @@ from kvferry.demo.stage import (
     continue_to_end,
     load_model,
     make_engine,
+    run_alone,
 )
 from kvferry.engines.reference import ReferenceEngine
 from kvferry.errors import KVFerryError, LocalError
@@ -64,7 +65,14 @@ def _progress(stage: str, done: int, total: int, text: str) -> None:
 
 def _run(job: Job) -> None:
     started = time.monotonic()
-    engine, pool = make_engine(load_model(job.model), job, shared=True)
+    model = load_model(job.model)
+    if job.role == "alone":
+        emit(Ready(time.monotonic() - started))
+        _wait_for_begin()
+        made = run_alone(model, job, _progress)
+        emit(Finished(0, 0, tokens=made.tokens, logits_digest=made.logits_digest, text=made.text))
+        return
+    engine, pool = make_engine(model, job, shared=True)
     requirements = engine.requirements()
     with Endpoint.listen(job.address, pool=pool, name=job.role, requirements=requirements) as endpoint:
         emit(Ready(time.monotonic() - started))
@@ -118,7 +126,7 @@ def _prefill(job: Job, engine: ReferenceEngine, endpoint: Endpoint) -> None:
     exported = time.monotonic()
     endpoint.outcome(ticket).result(LEASE_SECONDS)
     engine.release(REQUEST_ID)
-    _finish(engine, Finished(0, 0, prefilled - started, exported - prefilled))
+    _finish(engine, Finished(0, 0, prefilled - started, exported - prefilled, ready_at=exported))
 
 
 def _decode(job: Job, engine: ReferenceEngine, endpoint: Endpoint) -> None:
@@ -150,6 +158,7 @@ def _decode(job: Job, engine: ReferenceEngine, endpoint: Endpoint) -> None:
         Finished(
             0,
             0,
+            arrived_at=arrived,
             import_seconds=imported - arrived,
             first_step_seconds=stepped - imported,
             memcpy_seconds=_memcpy_seconds(move),

@@ -189,6 +189,7 @@ class Payload:
 
     def _landed(self, arrived: Arrived) -> None:
         self.arrived.append(arrived)
+        self._session.clock.copy_seconds += arrived.seconds
         if self._session.machine.phase is Phase.MOVING:
             self._session.feed(Event.LANDED)
 

@@ -52,8 +52,8 @@ class TransferRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bytes_per_second(self) -> float:
-        """Payload rate over the time spent moving; 0 when nothing moved."""
-        return self.nbytes / self.timings.move if self.timings.move > 0 else 0.0
+        """Payload rate over the time that the transport spent copying; 0 when nothing moved here."""
+        return self.nbytes / self.timings.copy if self.timings.copy > 0 else 0.0
 
 
 _PARTS = {
