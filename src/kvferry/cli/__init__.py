@@ -23,6 +23,7 @@ FOUR_QUESTIONS = """\
 kvferry moves a request's KV cache and execution state from a prefill worker to a decode worker.
 
   How big is it?           kvferry size MODEL --tokens N
+  Does the move pay?       kvferry check MODEL --link LINKS --prompt-tokens N --ttft T --prefill-seconds T
   See it move              kvferry demo
   How fast is a link?      kvferry link show FILE
 
@@ -30,7 +31,7 @@ kvferry moves a request's KV cache and execution state from a prefill worker to 
 
 # One module a verb, named like it, with a function of that name. They are imported only
 # when their verb (or the list of verbs) is asked for, so `kvferry --version` stays fast.
-VERBS = ("size", "demo", "link")
+VERBS = ("size", "check", "demo", "link")
 
 app = App(
     name="kvferry",

@@ -1,0 +1,226 @@
+"""Does a TTFT promise hold over this link? The split, the verdict and what binds.
+
+    TTFT = wait for prefill + prefill + (first token from decode ? wait for the link
+           + exposed transfer + first decode step : 0)
+
+Waits are quantiles of M/G/1 servers where a rate is given. The parts are added at the same
+quantile, which promises no less than the quantile of the sum. A link that nobody measured, or a
+prefill that nobody timed, gives "unknown" with an estimate that is marked as one.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+
+from kvferry.plan.compute import UNKNOWN_COMPUTE, ComputeProfile
+from kvferry.plan.handoff import LinkTime, exposed_seconds, link_time
+from kvferry.plan.payload import Payload
+from kvferry.plan.promise import FirstToken, GivenPrefill, Promise, check_promise
+from kvferry.plan.queue import Service
+
+__all__ = ["Answer", "Binding", "Split", "Verdict", "answer"]
+
+
+class Verdict(StrEnum):
+    """Whether the promise can be made."""
+
+    HOLDS = "holds"
+    DOES_NOT_HOLD = "does not hold"
+    UNKNOWN = "unknown"
+
+
+class Binding(StrEnum):
+    """What decides: the part that breaks the promise, or that would break it first."""
+
+    PREFILL = "prefill"
+    QUEUE = "prefill queue"
+    STEP = "first decode step"
+    LINK_QUEUE = "link queue"
+    BANDWIDTH = "link bandwidth"
+    DESCRIPTORS = "link descriptors"
+    START = "link start"
+    SPREAD = "link spread"
+    SYNC = "synchronisation"
+    UNMEASURED = "unmeasured link"
+    UNKNOWN_PREFILL = "unknown prefill time"
+
+
+class Split(msgspec.Struct, frozen=True):
+    """The parts of the TTFT, seconds. With the first token from prefill the last three count nothing."""
+
+    queue_seconds: float
+    prefill_seconds: float
+    link_queue_seconds: float
+    exposed_transfer_seconds: float
+    first_decode_step_seconds: float
+
+    @property
+    def total(self) -> float:
+        return self.without_link + self.link_queue_seconds + self.exposed_transfer_seconds
+
+    @property
+    def without_link(self) -> float:
+        """What no link could take away."""
+        return self.queue_seconds + self.prefill_seconds + self.first_decode_step_seconds
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What ``check`` says.
+
+    Args:
+        verdict: holds, does not hold, unknown.
+        ttft_seconds: the sum of the split; None where prefill is unknown; infinite where a queue grows.
+        target_seconds, slack_seconds: the promise, and what is left of it.
+        split: the parts.
+        binding: what decides.
+        payload: what crosses.
+        transfer: the link's time for it, unhidden.
+        gap_seconds: what lies between the first token and the second where prefill emits the first.
+        unknown: why the answer is no promise, or empty.
+        warnings: what it does not cover.
+    """
+
+    verdict: Verdict
+    ttft_seconds: float | None
+    target_seconds: float
+    slack_seconds: float | None
+    split: Split
+    binding: Binding
+    payload: Payload
+    transfer: LinkTime
+    gap_seconds: float | None
+    unknown: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def answer(promise: Promise) -> Answer:
+    """Whether the promise holds. Raises InputError for a question that cannot be asked."""
+    check_promise(promise)
+    size = promise.pool.size(promise.shape, promise.prompt_tokens, promise.cached_tokens)
+    payload = Payload(size.wire_bytes, size.descriptors)
+    transfer = link_time(promise.way, payload.nbytes, payload.descriptors)
+    prefill = promise.prefill_seconds()
+    exposed = exposed_seconds(transfer.seconds, prefill or 0.0, promise.groups, promise.sync_seconds)
+    link_queue = _link_queue(promise)
+    step = promise.decode_step_seconds or 0.0
+    from_decode = promise.first_token is FirstToken.DECODE
+    split = Split(
+        queue_seconds=_prefill_queue(promise),
+        prefill_seconds=prefill or 0.0,
+        link_queue_seconds=link_queue if from_decode else 0.0,
+        exposed_transfer_seconds=exposed if from_decode else 0.0,
+        first_decode_step_seconds=step if from_decode else 0.0,
+    )
+    unknown = _unknown(promise, prefill, transfer)
+    ttft = None if prefill is None else split.total
+    return Answer(
+        verdict=_verdict(promise, ttft, unknown),
+        ttft_seconds=ttft,
+        target_seconds=promise.target_seconds,
+        slack_seconds=None if ttft is None else promise.target_seconds - ttft,
+        split=split,
+        binding=_binding(promise, split, transfer, unknown),
+        payload=payload,
+        transfer=transfer,
+        gap_seconds=None if from_decode else link_queue + exposed + step,
+        unknown=unknown,
+        warnings=size.warnings + _warnings(promise, transfer, split.queue_seconds + link_queue),
+    )
+
+
+def _unknown(promise: Promise, prefill: float | None, transfer: LinkTime) -> tuple[str, ...]:
+    reasons = []
+    if prefill is None:
+        reasons.append(UNKNOWN_COMPUTE)
+    # Where prefill emits the first token, the link is no part of the promise.
+    if transfer.unknown is not None and promise.first_token is FirstToken.DECODE:
+        reasons.append(transfer.unknown)
+    return tuple(reasons)
+
+
+def _verdict(promise: Promise, ttft: float | None, unknown: tuple[str, ...]) -> Verdict:
+    if unknown or ttft is None:
+        return Verdict.UNKNOWN
+    return Verdict.HOLDS if ttft <= promise.target_seconds else Verdict.DOES_NOT_HOLD
+
+
+def _prefill_queue(promise: Promise) -> float:
+    if promise.queue_seconds is not None:
+        return promise.queue_seconds
+    rate = promise.requests_per_second
+    seconds = promise.prefill_seconds()
+    if not rate or seconds is None:
+        return 0.0
+    service = Service.fixed(seconds)
+    if promise.prompt_lengths is not None:
+        tokens = np.unique(promise.prompt_lengths, return_counts=True)
+        times = [promise.prefill_seconds(int(length)) or 0.0 for length in tokens[0]]
+        service = Service.of(np.repeat(times, tokens[1]))
+    return service.wait_quantile_seconds(rate, promise.way.quantile)
+
+
+def _link_queue(promise: Promise) -> float:
+    rate = promise.requests_per_second
+    if not rate:
+        return 0.0
+    lengths = np.array([promise.prompt_tokens]) if promise.prompt_lengths is None else promise.prompt_lengths
+    tokens, counts = np.unique(lengths, return_counts=True)
+    times = []
+    for length in tokens:
+        size = promise.pool.size(promise.shape, int(length), min(promise.cached_tokens, int(length)))
+        times.append(link_time(promise.way, size.wire_bytes, size.descriptors).seconds)
+    service = Service.of(np.repeat(times, counts))
+    return service.wait_quantile_seconds(rate, promise.way.quantile)
+
+
+def _binding(promise: Promise, split: Split, transfer: LinkTime, unknown: tuple[str, ...]) -> Binding:
+    if UNKNOWN_COMPUTE in unknown:
+        return Binding.UNKNOWN_PREFILL
+    if unknown:
+        return Binding.UNMEASURED
+    local = {
+        Binding.QUEUE: split.queue_seconds,
+        Binding.PREFILL: split.prefill_seconds,
+        Binding.STEP: split.first_decode_step_seconds,
+    }
+    link = {
+        Binding.LINK_QUEUE: split.link_queue_seconds,
+        _term(promise, transfer): split.exposed_transfer_seconds,
+    }
+    if split.total > promise.target_seconds:
+        # Without the link it would hold: then the link binds, however small its part.
+        parts = link if split.without_link <= promise.target_seconds else local
+    else:
+        parts = local | link
+    return max(parts, key=lambda part: parts[part])
+
+
+def _term(promise: Promise, transfer: LinkTime) -> Binding:
+    terms = {
+        Binding.BANDWIDTH: transfer.byte_seconds,
+        Binding.DESCRIPTORS: transfer.descriptor_seconds,
+        Binding.START: transfer.start_seconds,
+        Binding.SPREAD: transfer.spread_seconds,
+        Binding.SYNC: promise.sync_seconds,
+    }
+    return max(terms, key=lambda term: terms[term])
+
+
+def _warnings(promise: Promise, transfer: LinkTime, waits: float) -> tuple[str, ...]:
+    warnings = list(transfer.beyond)
+    if promise.first_token is FirstToken.DECODE and promise.decode_step_seconds is None:
+        warnings.append("first decode step: not given, counted as 0; give --decode-seconds or a profile")
+    if isinstance(promise.prefill, ComputeProfile):
+        computed = promise.prompt_tokens - min(promise.cached_tokens, promise.prompt_tokens - 1)
+        warnings += [w for w in (promise.prefill.doubt, promise.prefill.outside(computed)) if w]
+    if isinstance(promise.prefill, GivenPrefill) and promise.prompt_lengths is not None:
+        warnings.append("prefill of the other lengths: taken as proportional to --prefill-seconds")
+    if promise.groups > 1 and promise.sync_seconds == 0:
+        warnings.append("overlap: no --sync-seconds given; published figures are 0.4 to 8 ms a handoff")
+    if not math.isfinite(waits):
+        warnings.append("a queue grows without end at this rate")
+    return tuple(warnings)

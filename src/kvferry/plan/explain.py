@@ -1,0 +1,140 @@
+"""Every equation of an answer with its numbers filled in, so that a reader can do the sum again."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kvferry.errors import NoPlanError
+from kvferry.link import Line, LinkFit
+from kvferry.plan.check import Answer
+from kvferry.plan.compute import ComputeProfile, PrefillLaw
+from kvferry.plan.promise import FirstToken, GivenPrefill, Promise
+
+__all__ = ["Equation", "explain_check", "number"]
+
+
+class Equation(msgspec.Struct, frozen=True):
+    """One step of an answer.
+
+    Args:
+        name: what is computed.
+        formula: in words and letters.
+        filled: the same with its numbers; arithmetic that can be evaluated as it stands.
+        value: the result.
+        unit: of the result.
+    """
+
+    name: str
+    formula: str
+    filled: str
+    value: float
+    unit: str
+
+
+def number(value: float) -> str:
+    """Seven significant digits, so that the sum comes out to five."""
+    return f"{value:.7g}" if math.isfinite(value) else "math.inf"
+
+
+def explain_check(promise: Promise, found: Answer) -> tuple[Equation, ...]:
+    """The equations of a check, in the order in which they are used."""
+    return (
+        *_payload(promise, found),
+        *_prefill(promise, found),
+        _transfer(promise, found),
+        _exposed(promise, found),
+        *_ttft(promise, found),
+    )
+
+
+def _payload(promise: Promise, found: Answer) -> list[Equation]:
+    size = promise.pool.size(promise.shape, promise.prompt_tokens, promise.cached_tokens)
+    groups = " + ".join(str(group.wire_bytes) for group in size.groups)
+    pieces = " + ".join(str(group.descriptors) for group in size.groups)
+    wire = Equation(
+        "bytes on the wire",
+        "V = sum over layer groups of the blocks that decode lacks + the state record",
+        f"{groups} + {size.state_bytes}",
+        size.wire_bytes,
+        "bytes",
+    )
+    return [
+        wire,
+        Equation("pieces", "n = sum over layer groups", pieces, found.payload.descriptors, "pieces"),
+    ]
+
+
+def _prefill(promise: Promise, found: Answer) -> list[Equation]:
+    seconds = found.split.prefill_seconds
+    given = promise.prefill
+    if given is None:
+        return []
+    if isinstance(given, GivenPrefill):
+        return [Equation("prefill", "as given", number(seconds), seconds, "s")]
+    assert isinstance(given, ComputeProfile)
+    cached = min(promise.cached_tokens, promise.prompt_tokens - 1)
+    law = given.prefill
+    if not isinstance(law, PrefillLaw):
+        return [Equation("prefill", f"read from the table of {given.name}", number(seconds), seconds, "s")]
+    tokens = promise.prompt_tokens
+    filled = (
+        f"{number(law.a_seconds)} + {number(law.b_seconds_per_token)} * ({tokens} - {cached}) + "
+        f"{number(law.c_seconds_per_square_token)} * ({tokens}**2 - {cached}**2)"
+    )
+    formula = "T_prefill = a + b * (P - q) + c * (P^2 - q^2)"
+    return [Equation("prefill", formula, filled, seconds, "s")]
+
+
+def _line_for(fit: LinkFit, nbytes: int) -> Line:
+    return fit.knee if fit.knee is not None and nbytes >= fit.knee.from_nbytes else fit
+
+
+def _transfer(promise: Promise, found: Answer) -> Equation:
+    way, time = promise.way, found.transfer
+    try:
+        fit = way.fit()
+    except NoPlanError:
+        fit = way.link.fits[0].fit
+    nbytes = -(-found.payload.nbytes // way.links)
+    pieces = max(1, -(-found.payload.descriptors // way.links))
+    line = _line_for(fit, nbytes)
+    terms = f"{number(line.a_seconds or 0.0)} + {number(line.o_seconds or 0.0)} * {pieces}"
+    if line.bytes_per_second is not None:
+        terms += f" + {nbytes} / {number(line.bytes_per_second)}"
+    formula = "T_x = a + o * n + V / B"
+    typical = time.seconds - time.spread_seconds
+    if time.unknown is None:
+        formula = f"T_x = (a + o * n + V / B) * spread at p{100 * way.quantile:g}"
+        terms = f"({terms}) * {number(time.seconds / typical)}"
+    return Equation("transfer", formula, terms, time.seconds, "s")
+
+
+def _exposed(promise: Promise, found: Answer) -> Equation:
+    transfer, prefill, groups = found.transfer.seconds, found.split.prefill_seconds, promise.groups
+    sync = promise.sync_seconds
+    value = found.split.exposed_transfer_seconds
+    if promise.first_token is FirstToken.PREFILL:
+        return Equation("exposed transfer", "the first token does not wait for it", "0", 0.0, "s")
+    each, compute = number(transfer / groups), number(prefill / groups)
+    return Equation(
+        "exposed transfer",
+        "t_x + (g - 1) * max(0, t_x - t_p) + sync, with t_x = T_x / g and t_p = T_prefill / g",
+        f"{each} + ({groups} - 1) * max(0, {each} - {compute}) + {number(sync)}",
+        value,
+        "s",
+    )
+
+
+def _ttft(promise: Promise, found: Answer) -> list[Equation]:
+    if found.ttft_seconds is None:
+        return []
+    split = found.split
+    parts = [split.queue_seconds, split.prefill_seconds]
+    formula = "TTFT = prefill queue + prefill"
+    if promise.first_token is FirstToken.DECODE:
+        parts += [split.link_queue_seconds, split.exposed_transfer_seconds, split.first_decode_step_seconds]
+        formula += " + link queue + exposed transfer + first decode step"
+    filled = " + ".join(number(part) for part in parts)
+    return [Equation("TTFT", formula, filled, found.ttft_seconds, "s")]

@@ -1,0 +1,176 @@
+"""Where the answer of ``check`` flips: each knob turned alone, all else as asked.
+
+Every knob is monotone but the length of a prompt for models with chunked attention, so each border
+is found by halving: the answer on both sides of it has been computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from msgspec.structs import replace
+
+from kvferry.errors import InputError
+from kvferry.plan.check import Answer, answer
+from kvferry.plan.compute import ComputeProfile
+from kvferry.plan.promise import GivenPrefill, Promise
+
+__all__ = ["Flip", "flips"]
+
+MAX_PROMPT_TOKENS = 1 << 22
+"""Longer prompts are not looked for."""
+_DTYPES = ("bf16", "fp8_e4m3", "nvfp4", "int4_per_token_head")
+_SPEEDS = 1e-6, 1e6
+
+
+class Flip(msgspec.Struct, frozen=True):
+    """One knob.
+
+    Args:
+        value: where the answer flips; None: nowhere in what was looked at.
+        ttft_seconds: at that value.
+        says: the same in words.
+    """
+
+    value: float | int | str | None
+    ttft_seconds: float | None
+    says: str
+
+
+def flips(promise: Promise, now: Answer) -> dict[str, Flip]:
+    """Every knob's flip; empty where prefill is unknown. On an unmeasured link they are estimates too."""
+    if now.ttft_seconds is None:
+        return {}
+    found = {
+        "max_prompt_tokens": _prompt(promise),
+        "min_cached_tokens": _cached(promise),
+        "min_prefix_hit_share": _share(promise, _cached(promise)),
+        "min_bytes_per_second": _bandwidth(promise, now),
+        "kv_dtype": _dtype(promise),
+        "overlap_groups": _overlap(promise, now),
+    }
+    return {knob: flip for knob, flip in found.items() if flip is not None}
+
+
+def _holds(promise: Promise) -> bool:
+    ttft = answer(promise).ttft_seconds
+    return ttft is not None and ttft <= promise.target_seconds
+
+
+def _border(low: int, high: int, is_good: Callable[[int], bool]) -> int:
+    """The last good number, where ``low`` is good and ``high`` is not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_good(middle) else (low, middle)
+    return low
+
+
+def _prompt(promise: Promise) -> Flip:
+    def at(tokens: int) -> Promise:
+        return replace(
+            promise,
+            prompt_tokens=tokens,
+            cached_tokens=min(promise.cached_tokens, tokens),
+            prompt_lengths=None,
+        )
+
+    note = f"with {promise.cached_tokens:,} tokens cached"
+    if isinstance(promise.prefill, GivenPrefill):
+        note += ", prefill taken as proportional to the tokens computed"
+    if not _holds(at(1)):
+        return Flip(None, None, "no prompt is short enough")
+    high = max(2, promise.prompt_tokens)
+    while _holds(at(high)):
+        if high >= MAX_PROMPT_TOKENS:
+            return Flip(None, None, f"holds up to {high:,} tokens and more, {note}")
+        high *= 2
+    border = _border(1, high, lambda tokens: _holds(at(tokens)))
+    ttft = answer(at(border)).ttft_seconds
+    return Flip(border, ttft, f"holds up to {border:,} prompt tokens, {note}")
+
+
+def _cached(promise: Promise) -> Flip:
+    """The fewest cached tokens, in whole blocks."""
+    block = promise.pool.block_size or 1
+
+    def at(blocks: int) -> Promise:
+        return replace(promise, cached_tokens=min(blocks * block, promise.prompt_tokens))
+
+    where = "at prefill and decode" if isinstance(promise.prefill, ComputeProfile) else "at decode"
+    most = -(-promise.prompt_tokens // block)
+    if _holds(at(0)):
+        return Flip(0, answer(at(0)).ttft_seconds, "holds without any prefix hit")
+    if not _holds(at(most)):
+        return Flip(None, None, f"does not hold even if the whole prompt is cached {where}")
+    fewest = most - _border(0, most, lambda left: _holds(at(most - left)))
+    needed = at(fewest)
+    says = f"holds from {needed.cached_tokens:,} tokens cached {where}"
+    return Flip(needed.cached_tokens, answer(needed).ttft_seconds, says)
+
+
+def _share(promise: Promise, cached: Flip) -> Flip:
+    if not isinstance(cached.value, int):
+        return Flip(None, None, cached.says)
+    share = cached.value / promise.prompt_tokens
+    return Flip(share, cached.ttft_seconds, f"a prefix-hit share of {share:.0%}")
+
+
+def _bandwidth(promise: Promise, now: Answer) -> Flip | None:
+    """The least rate of each link, all other costs as they are."""
+    if now.transfer.byte_seconds <= 0 or now.split.exposed_transfer_seconds <= 0:
+        return None
+    rate = now.payload.nbytes / promise.way.links / now.transfer.byte_seconds
+
+    def at(factor: float) -> Promise:
+        return replace(promise, way=promise.way.at_speed(factor))
+
+    low, high = _SPEEDS
+    if not _holds(at(high)):
+        return Flip(None, None, "no rate is enough: the other parts take too long")
+    if _holds(at(low)):
+        return Flip(0.0, answer(at(low)).ttft_seconds, "any rate is enough")
+    while high / low > 1.0005:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if _holds(at(middle)) else (middle, high)
+    says = (
+        f"holds from {rate * high / 1e9:.3g} GB/s ({8 * rate * high / 1e9:.3g} Gb/s) on, now {rate / 1e9:.3g}"
+    )
+    return Flip(rate * high, answer(at(high)).ttft_seconds, says)
+
+
+def _dtype(promise: Promise) -> Flip | None:
+    """The first smaller dtype with which it holds; None where it holds now or none can be used."""
+    if _holds(promise):
+        return None
+    now = answer(promise).payload.nbytes
+    tried = []
+    for name in _DTYPES:
+        with_dtype = replace(promise, pool=replace(promise.pool, kv_dtype=name))
+        try:
+            found = answer(with_dtype)
+        except InputError:  # this model's cache does not come in this dtype
+            continue
+        if found.payload.nbytes >= now:
+            continue
+        tried.append(name)
+        if found.ttft_seconds is not None and found.ttft_seconds <= promise.target_seconds:
+            return Flip(name, found.ttft_seconds, f"holds with KV as {name}; its quality is for you to judge")
+    if not tried:
+        return None
+    return Flip(None, None, f"does not hold with KV as {', '.join(tried)} either")
+
+
+def _overlap(promise: Promise, now: Answer) -> Flip | None:
+    """The fewest groups with which it holds, up to one a layer."""
+    most = promise.shape.num_layers
+    if now.split.exposed_transfer_seconds <= 0 or most <= promise.groups or _holds(promise):
+        return None
+    if not _holds(replace(promise, groups=most)):
+        return Flip(None, None, f"does not hold layer by layer either ({most} groups)")
+    fewest = promise.groups + 1
+    if not _holds(replace(promise, groups=fewest)):
+        border = _border(fewest, most, lambda groups: not _holds(replace(promise, groups=groups)))
+        fewest = border + 1
+    ttft = answer(replace(promise, groups=fewest)).ttft_seconds
+    return Flip(fewest, ttft, f"holds when the KV leaves in {fewest} groups while prefill computes")
