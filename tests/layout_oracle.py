@@ -28,7 +28,7 @@ def live(
     if group.block_size is None:
         return range(len(table.ids) if stop == tokens else 0)
     if group.kind is LayerKind.CROSS:
-        return range(table.tokens // group.tokens_per_entry if stop == tokens else 0)
+        return range(table.tokens if stop == tokens else 0)
     if group.kind is LayerKind.SLIDING:
         return range(max(tokens - group.window, start), stop)
     # An entry of several tokens is computed with the last of them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from hypothesis import strategies as st
 
 from kvferry.layout import BlockTable, GroupLayout, LayerKind, PoolLayout, Role, TensorLayout
@@ -133,30 +134,39 @@ def tables(draw: st.DrawFn, group: GroupLayout, model: GroupModel, tokens: int, 
 
 
 @st.composite
+def splits(draw: st.DrawFn, group: GroupLayout) -> list[GroupLayout]:
+    """The group, or its tensors in two groups with a table each, as engines cut groups to equal sizes."""
+    if len(group.tensors) < 2 or draw(st.integers(0, 3)):
+        return [group]
+    cut = draw(st.integers(1, len(group.tensors) - 1))
+    return [
+        msgspec.structs.replace(group, name=f"{group.name}{suffix}", tensors=tensors)
+        for suffix, tensors in (("a", group.tensors[:cut]), ("b", group.tensors[cut:]))
+    ]
+
+
+@st.composite
 def cases(draw: st.DrawFn, *, same_split: bool = False, kinds: Collection[LayerKind] = tuple(ROLES)) -> Case:
-    """Two layouts of up to two groups, which hold unlike layers and heads unless ``same_split``."""
+    """Two layouts of one or two kinds of layers, with unlike layers and heads unless ``same_split``."""
     tokens = draw(st.integers(0, 20))
-    models, layer = [], 0
+    models: list[GroupModel] = []
     for _ in range(draw(st.integers(1, 2))):
-        models.append(draw(group_models(layer, kinds)))
-        layer += len(models[-1].layers)
-    sides = []
-    slots = {}
+        models.append(draw(group_models(sum(len(model.layers) for model in models), kinds)))
+    sides: list[tuple[list[tuple[GroupModel, GroupLayout]], int]] = []
     for _ in range(2):
-        groups, base = [], draw(st.integers(0, 5))
+        groups: list[tuple[GroupModel, GroupLayout]] = []
+        base = draw(st.integers(0, 5))
         for number, model in enumerate(models):
             layers = model.layers
             if not same_split:  # the middle layer is on both sides, its neighbours may not be
                 middle = len(layers) // 2
                 layers = layers[draw(st.integers(0, middle)) : draw(st.integers(middle + 1, len(layers)))]
             group, base = draw(group_layouts(model, f"g{number}", layers, base, all_heads=same_split))
-            groups.append(group)
-        sides.append((groups, base))
-    for number in range(len(models)):
-        slots[number] = draw(st.integers(1, min(side[0][number].num_blocks for side in sides)))
-    order = draw(st.permutations(range(len(models))))
-    layouts, all_tables = [], []
-    for (groups, base), numbers in zip(sides, (range(len(models)), order), strict=True):
-        layouts.append(PoolLayout(tuple(groups[n] for n in numbers), base + draw(st.integers(0, 4))))
-        all_tables.append(tuple(draw(tables(groups[n], models[n], tokens, slots[n])) for n in numbers))
+            groups += [(model, part) for part in draw(splits(group))]
+        sides.append((draw(st.permutations(groups)), base + draw(st.integers(0, 4))))
+    slots = draw(st.integers(1, min(group.num_blocks for groups, _ in sides for _, group in groups)))
+    layouts = [PoolLayout(tuple(group for _, group in groups), nbytes) for groups, nbytes in sides]
+    all_tables = [
+        tuple(draw(tables(group, model, tokens, slots)) for model, group in groups) for groups, _ in sides
+    ]
     return Case(*layouts, *all_tables, tokens, draw(st.integers(0, tokens)))

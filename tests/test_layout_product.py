@@ -26,7 +26,7 @@ def strided(plan: CopyPlan) -> StridedPlan:
 
 
 @given(cases(), st.sampled_from([1, 30, 8 << 20]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_product_copies_the_same_bytes(case: Case, limit: int) -> None:
     """For any pair, strided copies leave the destination as the pieces do, and touch each byte once."""
     plan = copy_plan(
@@ -72,6 +72,49 @@ def test_evenly_spaced_blocks_are_one_copy() -> None:
     assert plan.product is not None
     assert plan.product.repeats.tolist() == [20]
     assert plan.product.planes.tolist() == [8]
+
+
+@pytest.mark.parametrize("limit", [1, 256, 1024, 4096, 8 << 20])
+def test_copies_are_cut_to_the_limit(limit: int) -> None:
+    """No strided copy is larger than the limit, unless it is one piece of one plane."""
+    form = {"kv_heads": 2, "head_dim": 4, "dtype": "float16", "block_size": 16, "num_blocks": 64}
+    src = PoolLayout.paged(range(4), **form)
+    dst = PoolLayout.paged(range(4), cross_layer=True, joined_kv=True, **form)
+    table = [BlockTable(0, range(10, 30))]
+    plan = copy_plan(src, dst, table, table, 320)
+    with mock.patch("kvferry.layout.product.COPY_NBYTES", limit):
+        product = strided(plan)
+    sizes = product.planes * product.repeats * product.nbytes
+    assert sizes.sum() == plan.total_nbytes == 20 * 8 * 256
+    assert sizes.max() <= max(limit, 256)
+    assert len(product) <= 2 * max(1, plan.total_nbytes // max(limit, 256))
+
+
+@pytest.mark.parametrize(
+    ("src_ids", "dst_ids", "tokens"),
+    [
+        ([10, 12, 14, 16, 17, 18, 19, 15, 11], range(1, 28, 3), 36),  # the steps change
+        ([10, 12, 14, 16, 17, 18, 19, 15, 11], range(1, 28, 3), 34),  # the last block is short
+        ([0, 1, 3, 6, 9], [0, 1, 3, 6, 9], 20),  # even steps, but the first piece is two blocks
+        ([9, 6, 3, 0], [0, 3, 6, 9], 16),  # one side descends
+        ([2, 4, 6, 8, 11, 14, 17], [2, 4, 6, 8, 11, 14, 17], 28),  # one run follows another at once
+    ],
+)
+@pytest.mark.parametrize("cross_layer", [False, True])
+def test_uneven_blocks_end_a_run(
+    src_ids: list[int], dst_ids: list[int], tokens: int, cross_layer: bool
+) -> None:
+    """Runs end where a step or a length changes, and every byte still lands where the pieces put it."""
+    form = {"kv_heads": 1, "head_dim": 4, "dtype": "uint8", "block_size": 4, "num_blocks": 32}
+    src = PoolLayout.paged(range(3), cross_layer=cross_layer, **form)
+    dst = PoolLayout.paged(range(3), cross_layer=cross_layer, joined_kv=cross_layer, **form)
+    plan = copy_plan(src, dst, [BlockTable(0, src_ids)], [BlockTable(0, dst_ids)], tokens)
+    source, by_pieces = random_pool(src, 1), random_pool(dst, 2)
+    by_product = by_pieces.copy()
+    copy_by_plan(plan, source, by_pieces)
+    copy_strided(strided(plan), source, by_product)
+    np.testing.assert_array_equal(by_product, by_pieces)
+    assert len(strided(plan)) <= plan.num_pieces / 2
 
 
 def test_no_product_where_it_saves_nothing() -> None:

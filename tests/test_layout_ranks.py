@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -153,6 +154,20 @@ def test_each_layer_kind_takes_its_own_turns() -> None:
     assert full == Counter(range(6))
 
 
+def test_heads_that_are_no_neighbours_are_moves_apart() -> None:
+    """Where another rank gives the heads between, a rank gives its own in two moves."""
+    outer = PoolLayout.paged(range(4), kv_heads=4, block_size=4, **FORM)
+    inner = PoolLayout.paged(range(4), kv_heads=2, head_start=1, block_size=4, **FORM)
+    moves = rank_plan([outer, inner], [outer])
+    assert {(move.src_rank, move.head_range) for move in moves} == {
+        (0, (0, 4)),
+        (0, (0, 1)),
+        (0, (3, 4)),
+        (1, (1, 3)),
+    }
+    move_all([outer, inner], [outer], moves)
+
+
 def test_heads_that_no_source_holds_are_named() -> None:
     """Layers or heads that are missing at the source raise IncompatibleError that names them."""
     src, dst = ranks(2, 4), ranks(1, 4)
@@ -184,6 +199,18 @@ def test_mismatches_are_words_that_name_the_field() -> None:
     assert mismatches(one, sliding)[:2] == (
         "key kind: full against sliding (layers 0-3)",
         "key window: None against 9 (layers 0-3)",
+    )
+    tensor = TensorLayout(0, Role.COMPRESSED, "float16", 0, 16, 8, 8, 1, 4)
+    by_four, by_two = (
+        PoolLayout((GroupLayout("c", LayerKind.COMPRESSED, 4, 8, (tensor,), None, ratio),), 1000)
+        for ratio in (4, 2)
+    )
+    assert mismatches(by_four, by_two) == ("compressed tokens_per_entry: 4 against 2 (layers 0)",)
+    slot = msgspec.structs.replace(tensor, token_stride=0)
+    state = PoolLayout((GroupLayout("c", LayerKind.COMPRESSED, None, 8, (slot,), None),), 1000)
+    blocks = PoolLayout((GroupLayout("c", LayerKind.COMPRESSED, 1, 8, (tensor,), None),), 1000)
+    assert mismatches(state, blocks) == (
+        "compressed block_size: state slots against blocks of tokens (layers 0)",
     )
     elsewhere = PoolLayout.paged([7, 9], kv_heads=2, block_size=4, **FORM)
     assert mismatches(one, elsewhere) == ("layers: 0-3 against 7, 9, none in common",)

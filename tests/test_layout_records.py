@@ -131,7 +131,11 @@ def test_wrong_numbers_are_refused_by_name(changes: dict[str, object], message: 
         ({"kind": LayerKind.SLIDING}, "window is None in a group of kind sliding"),
         ({"window": 3}, "window is 3 in a group of kind full"),
         ({"kind": "full"}, "kind: 'full' is not a LayerKind"),
-        ({"tokens_per_entry": 3}, "block_size 4 is not a multiple of tokens_per_entry 3"),
+        ({"tokens_per_entry": 2}, "tokens_per_entry 2 needs kind compressed"),
+        (
+            {"tokens_per_entry": 3, "kind": LayerKind.COMPRESSED},
+            "block_size 4 is not a multiple of tokens_per_entry 3",
+        ),
         ({"tensors": ()}, "tensors is empty"),
     ],
 )
@@ -168,6 +172,27 @@ def test_overlap_is_refused_by_both_names() -> None:
     both = PoolLayout.beside(one, two)
     assert both.layers == (0, 1)
     assert both.nbytes == one.nbytes + two.nbytes
+
+
+def test_a_pool_may_be_filled_to_its_last_byte_and_not_further() -> None:
+    """The last byte of the last block is the last that fits."""
+    assert pool(nbytes=12, block_stride=4).nbytes == 12
+    with pytest.raises(InputError, match="ends at byte 12, the pool has nbytes 11"):
+        pool(nbytes=11, block_stride=4)
+
+
+def test_interleaved_groups_are_told_apart() -> None:
+    """Groups whose blocks lie between each other's are sound; one more on a far block is not."""
+    tensor = {**TENSOR, "block_stride": 50, "token_stride": 5}
+    groups = [
+        GroupLayout(
+            name, LayerKind.FULL, 2, count, (TensorLayout(**{**tensor, "layer": i, "offset": offset}),)
+        )
+        for i, (name, count, offset) in enumerate((("a", 4, 0), ("b", 2, 20), ("c", 1, 150)))
+    ]
+    assert len(PoolLayout(tuple(groups[:2]), 200).groups) == 2
+    with pytest.raises(InputError, match="overlap"):
+        PoolLayout(tuple(groups), 200)
 
 
 @given(cases())

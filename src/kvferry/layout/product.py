@@ -71,7 +71,7 @@ class StridedPlan:
 def strided_plan(runs: Sequence[tuple[Int64, Int64, Template]]) -> StridedPlan:
     """Strided copies for runs of (source offsets, destination offsets, template).
 
-    Planes are the tensors of a run whose offsets grow evenly on both sides; repeats are pieces of
+    Planes are the tensors of a run whose offsets lie evenly apart on both sides; repeats are pieces of
     one length that do. Evenly spaced tensors, the same blocks in each: the common case is one
     plane segment, found by two differences of 160 numbers.
     """
@@ -86,7 +86,7 @@ def strided_plan(runs: Sequence[tuple[Int64, Int64, Template]]) -> StridedPlan:
 
 
 def _planes(src: Int64, dst: Int64, most: int) -> Iterator[tuple[Int64, Int64]]:
-    """Sets of at most ``most`` tensors whose offsets grow evenly on both sides.
+    """Sets of at most ``most`` tensors whose offsets lie evenly apart on both sides.
 
     K and V may alternate on one side and lie apart on the other, so both orders are tried.
     """
@@ -122,20 +122,19 @@ def _plane_copies(src: Int64, dst: Int64, template: Template, first: Int64, coun
 
 
 def _progressions(src: Int64, dst: Int64, alike: NDArray[np.bool_]) -> tuple[Int64, Int64]:
-    """Cut points into runs that grow evenly on both sides: (first index, count) of each.
+    """Cut points into runs that lie evenly apart on both sides: (first index, count) of each.
 
     ``alike[i]`` says whether points i and i + 1 may share a run. Two equal steps in a row make a
     run; a step between unlike neighbours is a border, except between two points alone.
     """
     src_step, dst_step = np.diff(src), np.diff(dst)
-    usable = alike & (src_step > 0) & (dst_step > 0)
-    equal = usable[1:] & usable[:-1]
+    equal = alike[1:] & alike[:-1]
     equal &= (src_step[1:] == src_step[:-1]) & (dst_step[1:] == dst_step[:-1])
-    inner = np.zeros_like(usable)
+    inner = np.zeros_like(alike)
     inner[1:] |= equal
     inner[:-1] |= equal
     if src.size == 2:
-        inner = usable
+        inner = alike
     # Where one run of equal steps follows another at once, the first step of the second is the border.
     first_of_run = inner.copy()
     first_of_run[1:] &= ~equal

@@ -122,8 +122,10 @@ class GroupLayout(_Record, frozen=True):
                     f"{where}block_size {self.block_size} is not a multiple of"
                     f" tokens_per_entry {self.tokens_per_entry}"
                 )
-        elif self.tokens_per_entry != 1 or any(tensor.token_stride for tensor in self.tensors):
+        elif any(tensor.token_stride for tensor in self.tensors):
             raise InputError(f"{where}state slots have no token axis: token_stride must be 0")
+        if self.tokens_per_entry != 1 and self.kind is not LayerKind.COMPRESSED:
+            raise InputError(f"{where}tokens_per_entry {self.tokens_per_entry} needs kind compressed")
         if (self.window is not None) != (self.kind is LayerKind.SLIDING):
             raise InputError(f"{where}window is {self.window} in a group of kind {self.kind.value}")
         if self.window is not None:

@@ -95,7 +95,7 @@ def _entries_once(group: GroupLayout, table: BlockTable) -> int | None:
     if group.kind is LayerKind.CROSS:
         if table.tokens is None:
             raise InputError(f"group {group.name!r}: a cross-attention table must state its tokens")
-        return table.tokens // group.tokens_per_entry
+        return table.tokens
     return None
 
 
