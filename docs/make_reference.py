@@ -91,11 +91,13 @@ def cli_page() -> str:
     print(NOTE, file=out)
     print(sys.modules["kvferry.cli"].__doc__.split("\n\n", 1)[1], file=out)
     for verb in VERBS:
-        screen = io.StringIO()
-        console = Console(file=screen, width=100, color_system=None, legacy_windows=False)
-        app.help_print([verb], console=console)
-        text = "\n".join(line.rstrip() for line in screen.getvalue().rstrip().splitlines())
-        print(f"## kvferry {verb}\n\n```text\n{text.strip()}\n```\n", file=out)
+        # A verb may be a group of commands; each has its own page of help.
+        for command in [[verb], *([verb, name] for name in app[verb] if not name.startswith("-"))]:
+            screen = io.StringIO()
+            console = Console(file=screen, width=100, color_system=None, legacy_windows=False)
+            app.help_print(command, console=console)
+            text = "\n".join(line.rstrip() for line in screen.getvalue().rstrip().splitlines())
+            print(f"## kvferry {' '.join(command)}\n\n```text\n{text.strip()}\n```\n", file=out)
     return out.getvalue()
 
 

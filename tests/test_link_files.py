@@ -18,11 +18,15 @@ from kvferry.errors import InputError, LocalError, NoPlanError
 from kvferry.link import (
     MAX_LINKS_NBYTES,
     PRESETS,
+    Knee,
     LinkFile,
     LinkFit,
     Mode,
     Node,
     Registration,
+    Sample,
+    Span,
+    Spread,
     decode_links,
     encode_links,
     load_links,
@@ -395,3 +399,28 @@ def test_conditions_that_were_not_measured_are_named() -> None:
 def test_modes_are_those_of_the_protocol() -> None:
     """Links and tickets say push and pull with the same words."""
     assert list(map(str, Mode)) == list(map(str, ProtocolMode))
+
+
+def test_the_documented_file_is_one_and_every_key_is_documented() -> None:
+    """The example of docs/links.md loads, and its table names every key and every preset."""
+    page = (Path(__file__).parent.parent / "docs" / "links.md").read_text("utf-8")
+    example = page.partition("```json\n")[2].partition("```")[0]
+    assert decode_links(example.encode()).select().fit(Mode.PULL).predict(2**20, 16) > 0
+    keys = {
+        field.encode_name
+        for record in (
+            LinkFile,
+            Node,
+            LinkProfile,
+            ConditionFit,
+            LinkFit,
+            Knee,
+            Spread,
+            Span,
+            Sample,
+            Registration,
+        )
+        for field in msgspec.structs.fields(record)
+    }
+    assert not sorted(key for key in keys if f"`{key}`" not in page)
+    assert not sorted(name for name in PRESETS if name not in page)
