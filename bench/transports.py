@@ -172,14 +172,15 @@ class Bench:
     def run(self, case: Case) -> dict[str, object]:
         plan = make_plan(self.nbytes, case.block_nbytes, self.pool_nbytes, case.same_ids)
         connection = self._connect(case.address)
-        seconds, ratios = [], []
+        seconds, ratios, cpu = [], [], []
         try:
             for repetition in range(self.repeat + 1):
                 plain = timed(lambda: np.copyto(self.plain[0].array, self.plain[1].array))
-                took = self._copy_and_check(connection, case, plan)
+                took, used = self._copy_and_check(connection, case, plan)
                 if repetition:  # the first warms up sockets, tables and page tables
                     seconds.append(took)
                     ratios.append(plain / took * plan.total_nbytes / self.nbytes)
+                    cpu.append(used)
         finally:
             self.loop.run(connection.close())
         return {
@@ -191,6 +192,9 @@ class Bench:
             "seconds": seconds,
             "bytes_per_second_best": plan.total_nbytes / min(seconds),
             "bytes_per_second_median": plan.total_nbytes / statistics.median(seconds),
+            "cpu_seconds_per_gib_here_and_there": (
+                sum(cpu) / len(cpu) * (1 << 30) / plan.total_nbytes
+            ).tolist(),
             "memcpy_ratio_median": statistics.median(ratios),
             "memcpy_ratio_min": min(ratios),
             "memcpy_ratio_max": max(ratios),
@@ -203,26 +207,35 @@ class Bench:
         bound = self.server.stdout.readline().strip()
         return self.loop.run(transport_for(bound)(self.memory, ScriptedGuard()).connect(bound, SECONDS))
 
-    def _copy_and_check(self, connection: Connection, case: Case, plan: CopyPlan) -> float:
-        """One copy's seconds; raises AssertionError unless every byte is right."""
+    def _copy_and_check(self, connection: Connection, case: Case, plan: CopyPlan) -> tuple[float, np.ndarray]:
+        """One copy's seconds and CPU seconds; raises AssertionError unless every byte is right."""
         if case.direction == "read":
             self.memory.array[:] = 0
-            took = self._timed_copy(connection.read, plan, case.integrity)
+            took, used = self._timed_copy(connection.read, plan, case.integrity)
             check(self.memory, plan.dst_offset, plan.src_offset, case.block_nbytes)
-            return took
+            return took, used
         fill(self.memory)
-        took = self._timed_copy(connection.write, plan, case.integrity)
+        took, used = self._timed_copy(connection.write, plan, case.integrity)
         self.memory.array[:] = 0
         back = dataclasses.replace(plan, src_offset=plan.dst_offset, dst_offset=plan.src_offset, runs=())
         self._timed_copy(connection.read, back, integrity=False)
         check(self.memory, plan.src_offset, plan.src_offset, case.block_nbytes)
         self.loop.run(self._refill(connection))
-        return took
+        return took, used
 
-    @staticmethod
-    def _timed_copy(call: Callable[[Copy], object], plan: CopyPlan, integrity: bool) -> float:
+    def _timed_copy(
+        self, call: Callable[[Copy], object], plan: CopyPlan, integrity: bool
+    ) -> tuple[float, np.ndarray]:
         copy = Copy(TRANSFER_ID, plan, time.monotonic() + SECONDS, integrity)
-        return timed(lambda: call(copy))
+        before = self._cpu_seconds()
+        took = timed(lambda: call(copy))
+        return took, self._cpu_seconds() - before
+
+    def _cpu_seconds(self) -> np.ndarray:
+        """What this and the other process have used so far; the kernel counts in 10 ms for others."""
+        fields = Path(f"/proc/{self.server.pid}/stat").read_text().rpartition(")")[2].split()
+        there = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return np.array([time.process_time(), there])
 
     @staticmethod
     async def _refill(connection: Connection) -> None:
@@ -276,7 +289,7 @@ def main() -> None:
         return
     result = {"machine": machine(), "rows": []}
     bench = Bench(parse_bytes(arguments.nbytes, "--nbytes"), arguments.repeat)
-    print(f"{'':42}{'block':>8}{'GB/s':>8}{'best':>8}  ratio to copyto (min to max)")
+    print(f"{'':42}{'block':>8}{'GB/s':>8}{'best':>8}  ratio to copyto (min to max)  CPU s/GiB here, there")
     for case in cases():
         if arguments.only in case.name:
             row = bench.run(case)
@@ -285,7 +298,9 @@ def main() -> None:
                 f"{case.name:42}{case.block_nbytes >> 10:>4} KiB"
                 f"{row['bytes_per_second_median'] / 1e9:>8.2f}{row['bytes_per_second_best'] / 1e9:>8.2f}"
                 f"  {row['memcpy_ratio_median']:.2f}"
-                f" ({row['memcpy_ratio_min']:.2f} to {row['memcpy_ratio_max']:.2f})",
+                f" ({row['memcpy_ratio_min']:.2f} to {row['memcpy_ratio_max']:.2f})"
+                f"  {row['cpu_seconds_per_gib_here_and_there'][0]:.3f}"
+                f" {row['cpu_seconds_per_gib_here_and_there'][1]:.3f}",
                 flush=True,
             )
     bench.close()

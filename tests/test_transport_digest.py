@@ -15,7 +15,7 @@ from kvferry.testing.plans import expected_digests, make_plan, random_plan
 from kvferry.transport import table
 from kvferry.transport.base import Copy, Direction
 from kvferry.transport.digest import ChunkDigests, digest_chunks
-from kvferry.transport.staging import STEP_NBYTES, gather, scatter, step_starts
+from kvferry.transport.staging import STEP_NBYTES, Pieces, step_starts
 from kvferry.transport.table import first_outside, lanes_for, split_copy, split_pieces
 
 POOL_NBYTES = 4 << 20
@@ -78,13 +78,21 @@ def test_gather_and_scatter_move_each_piece(pool: np.ndarray, sizes: list[int], 
     """Gather joins the pieces in order; scatter puts them where they belong and nothing else changes."""
     plan = random_plan(seed, POOL_NBYTES, sizes)
     staged = np.zeros(sum(sizes), np.uint8)
-    gather(pool, plan.src_offset, plan.nbytes, staged)
+    cut = len(sizes) // 2
+    at = sum(sizes[:cut])
+    pieces = Pieces(pool, plan.src_offset, plan.nbytes)
+    for first, last, part in ((0, cut, staged[:at]), (cut, len(sizes), staged[at:])):
+        if last > first:
+            pieces.gather(first, last, part)
     joined = b"".join(
         pool[at : at + n].tobytes() for at, n in zip(plan.src_offset.tolist(), sizes, strict=True)
     )
     assert staged.tobytes() == joined
     target = np.zeros(POOL_NBYTES, np.uint8)
-    scatter(target, plan.dst_offset, plan.nbytes, staged)
+    pieces = Pieces(target, plan.dst_offset, plan.nbytes)
+    for first, last, part in ((0, cut, staged[:at]), (cut, len(sizes), staged[at:])):
+        if last > first:
+            pieces.scatter(first, last, part)
     expected, taken = np.zeros(POOL_NBYTES, np.uint8), 0
     for at, nbytes in zip(plan.dst_offset.tolist(), sizes, strict=True):
         expected[at : at + nbytes] = staged[taken : taken + nbytes]

@@ -15,10 +15,12 @@ overridden where a transport needs memory of its own kind. Needs pytest and hypo
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-PARTS = ("copies", "ends", "fixture", "frames", "processes")
-pytest.register_assert_rewrite(*(f"kvferry.testing.transport_{part}" for part in PARTS))
+PARTS = [f"kvferry.testing.transport_{part}" for part in ("copies", "ends", "fixture", "frames", "processes")]
+pytest.register_assert_rewrite(*(part for part in PARTS if part not in sys.modules))
 
 from kvferry.testing.transport_copies import CopyTests  # noqa: E402 - after its asserts are registered
 from kvferry.testing.transport_ends import EndTests  # noqa: E402

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.transport.staging import gather, step_starts, thread_staging
+from kvferry.transport.staging import Pieces, step_starts, thread_staging
 from kvferry.transport.table import split_pieces
 
 __all__ = ["ChunkDigests", "digest_chunks"]
@@ -80,15 +80,13 @@ def digest_chunks(
     if not len(nbytes):
         return ChunkDigests(np.zeros(len(chunk_start) - 1, np.int64)).digests()
     sums = ChunkDigests(np.concatenate(([0], np.cumsum(nbytes)))[chunk_start[1:]])
+    if not len(nbytes):
+        return sums.digests()
     piece_nbytes, (piece_offset,) = split_pieces(nbytes, offset)
+    pieces = Pieces(array, piece_offset, piece_nbytes)
     staging = thread_staging()
-    steps = step_starts(piece_nbytes).tolist()
-    for first, last in pairwise(steps):
-        here, sizes = piece_offset[first:last], piece_nbytes[first:last]
-        total = int(sizes.sum())
-        if last - first == 1:
-            sums.feed(array[here[0] : here[0] + total])
-        else:
-            gather(array, here, sizes, staging[:total])
-            sums.feed(staging[:total])
+    for first, last in pairwise(step_starts(piece_nbytes).tolist()):
+        staged = staging[: int(piece_nbytes[first:last].sum())]
+        pieces.gather(first, last, staged)
+        sums.feed(staged)
     return sums.digests()

@@ -9,6 +9,7 @@ staging buffer: received, summed in one call, then scattered.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from itertools import pairwise
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ from kvferry.transport.channel import Channel, make_marks, vector_of
 from kvferry.transport.digest import ChunkDigests
 from kvferry.transport.memory import address_of
 from kvferry.transport.patience import Patience
-from kvferry.transport.staging import STEP_NBYTES, gather, scatter, step_starts, thread_staging
+from kvferry.transport.staging import STEP_NBYTES, Pieces, step_starts, thread_staging
 from kvferry.transport.table import split_pieces
 from kvferry.transport.vectored import IOVEC, IOVecs, iovecs, read_vectored, write_vectored
 from kvferry.transport.wire import MARK, Kind
@@ -49,6 +50,11 @@ class Frames:
 
     def __len__(self) -> int:
         return len(self.frame_nbytes)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """For going through staging."""
+        return Pieces(self.array, self.offset, self.nbytes)
 
     def woven(self, marks: NDArray[np.void]) -> tuple[IOVecs, list[int]]:
         """Mark, pieces, mark, pieces, ..., mark as one vector; and where each mark is in it."""
@@ -122,9 +128,8 @@ def _staged_sender(
     def send(frame: int) -> None:
         mark = marks[frame : frame + 1]
         for first, last in frames.steps(frame):
-            sizes = frames.nbytes[first:last]
-            staged = staging[: int(sizes.sum())]
-            gather(frames.array, frames.offset[first:last], sizes, staged)
+            staged = staging[: int(frames.nbytes[first:last].sum())]
+            frames.pieces.gather(first, last, staged)
             write_vectored(channel.fd, vector_of(mark, staged), patience, on_input)
             mark = marks[:0]
 
@@ -170,12 +175,11 @@ def _staged_receiver(
     def receive(frame: int) -> None:
         steps = frames.steps(frame)
         for first, last in steps:
-            sizes = frames.nbytes[first:last]
-            staged = staging[: int(sizes.sum())]
+            staged = staging[: int(frames.nbytes[first:last].sum())]
             mark = marks[frame + 1 : frame + 2] if last == steps[-1][1] else marks[:0]
             read_vectored(channel.fd, vector_of(staged, mark), patience)
             if sums is not None:
                 sums.feed(staged)
-            scatter(frames.array, frames.offset[first:last], sizes, staged)
+            frames.pieces.scatter(first, last, staged)
 
     return receive

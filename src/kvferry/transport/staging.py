@@ -1,8 +1,8 @@
 """Scattered pieces to and from one contiguous buffer, in NumPy, whatever their sizes and offsets.
 
-A run of pieces is handled in items of their greatest common size, so pieces of one size are one
-item each and a mix of block sizes still is one NumPy call. Items of 2 KiB and more move at the
-speed of memory; below that, each item costs about as much as copying 2 KiB.
+Pieces are handled in items of their greatest common size, so pieces of one size are one item each
+and a mix of block sizes still is one NumPy call a step. Items of 2 KiB and more move at the speed
+of memory; below that, each item costs about as much as copying 2 KiB.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-__all__ = ["STEP_NBYTES", "gather", "scatter", "step_starts", "thread_staging"]
+__all__ = ["STEP_NBYTES", "Pieces", "step_starts", "thread_staging"]
 
-# What is staged at once: small enough to stay in a core's L2 between gather, checksum and scatter.
+Bytes = NDArray[np.uint8]
+Int64 = NDArray[np.int64]
+
+# What is staged at once. The bytes of a step stay in cache between gather, checksum and scatter;
+# smaller steps gain nothing and cost more calls.
 STEP_NBYTES = 1 << 20
+# Tables of unlike sizes are turned into items once, where these are large enough to be few.
+FEW_ITEM_NBYTES = 2048
 
 _local = threading.local()
 
 
-def step_starts(nbytes: NDArray[np.int64], step_nbytes: int = STEP_NBYTES) -> NDArray[np.int64]:
+def step_starts(nbytes: Int64, step_nbytes: int = STEP_NBYTES) -> Int64:
     """Cut a table into steps: the index of the first piece of each step, and the table's length.
 
     A step holds the pieces that start inside one window of ``step_nbytes``, so with pieces of at
@@ -35,63 +41,80 @@ def step_starts(nbytes: NDArray[np.int64], step_nbytes: int = STEP_NBYTES) -> ND
     return np.concatenate(([0], borders, [len(nbytes)])).astype(np.int64)
 
 
-def thread_staging() -> NDArray[np.uint8]:
+def thread_staging() -> Bytes:
     """This thread's staging buffer, which holds any step of pieces of at most STEP_NBYTES: uint8.
 
     Kept as long as the thread, so that its pages are touched once. One use at a time.
     """
-    buffer: NDArray[np.uint8] | None = getattr(_local, "buffer", None)
+    buffer: Bytes | None = getattr(_local, "buffer", None)
     if buffer is None:
         buffer = _local.buffer = np.empty(2 * STEP_NBYTES, np.uint8)
     return buffer
 
 
-def gather(
-    array: NDArray[np.uint8],
-    offset: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-    out: NDArray[np.uint8],
-) -> None:
-    """Copy the pieces of ``array``, in order, into ``out``, which holds exactly their bytes."""
-    if len(offset) == 1:
-        out[:] = array[offset[0] : offset[0] + nbytes[0]]
-        return
-    item, start = _items(offset, nbytes)
-    rows = out.view(np.dtype((np.void, item)))
-    if not np.any(start % item):
-        table = array[: array.nbytes // item * item].view(rows.dtype)
-        # mode="clip" keeps NumPy from buffering ``out``; the offsets were checked before.
-        np.take(table, start // item, out=rows, mode="clip")
-    else:
-        rows[:] = _windows(array, item)[start]
+class Pieces:
+    """The pieces of a table in one memory, ready to be gathered and scattered run by run.
+
+    ``array``: uint8, one dimension. ``offset``, ``nbytes``: int64, one entry a piece, all inside it.
+    """
+
+    def __init__(self, array: Bytes, offset: Int64, nbytes: Int64) -> None:
+        self.array = array
+        self.offset = offset
+        self.nbytes = nbytes
+        is_uniform = bool(nbytes.min() == nbytes.max())
+        item = int(nbytes[0]) if is_uniform else int(np.gcd.reduce(nbytes))
+        self._all = _Items(array, offset, nbytes, item) if is_uniform or item >= FEW_ITEM_NBYTES else None
+        # Where each piece's items begin among all items.
+        self._first = None if is_uniform else np.concatenate(([0], np.cumsum(nbytes // item)))
+
+    def gather(self, first: int, last: int, out: Bytes) -> None:
+        """Copy pieces ``first`` to ``last - 1``, in order, into ``out``, which holds exactly their bytes."""
+        items, run = self._run(first, last)
+        items.gather(run, out)
+
+    def scatter(self, first: int, last: int, data: Bytes) -> None:
+        """Copy ``data``, which holds exactly the bytes of these pieces in order, to their places."""
+        items, run = self._run(first, last)
+        items.scatter(run, data)
+
+    def _run(self, first: int, last: int) -> tuple[_Items, slice]:
+        if self._all is None:
+            offset, nbytes = self.offset[first:last], self.nbytes[first:last]
+            return _Items(self.array, offset, nbytes, int(np.gcd.reduce(nbytes))), slice(None)
+        if self._first is None:
+            return self._all, slice(first, last)
+        return self._all, slice(int(self._first[first]), int(self._first[last]))
 
 
-def scatter(
-    array: NDArray[np.uint8],
-    offset: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-    data: NDArray[np.uint8],
-) -> None:
-    """Copy ``data``, which holds exactly the bytes of the pieces in order, to their places in ``array``."""
-    if len(offset) == 1:
-        array[offset[0] : offset[0] + nbytes[0]] = data
-        return
-    item, start = _items(offset, nbytes)
-    _windows(array, item)[start] = data.view(np.dtype((np.void, item)))
+class _Items:
+    """Pieces as items of one size, which divides the size of every piece."""
+
+    def __init__(self, array: Bytes, offset: Int64, nbytes: Int64, item: int) -> None:
+        self._dtype = np.dtype((np.void, item))
+        self._start = _item_starts(offset, nbytes, item)
+        self._windows = as_strided(
+            array[:item].view(self._dtype), shape=(array.nbytes - item + 1,), strides=(1,)
+        )
+        self._rows = None if np.any(self._start % item) else self._start // item
+        self._table = array[: array.nbytes // item * item].view(self._dtype)
+
+    def gather(self, run: slice, out: Bytes) -> None:
+        items = out.view(self._dtype)
+        if self._rows is None:
+            items[:] = self._windows[self._start[run]]
+        else:
+            # mode="clip" keeps NumPy from buffering ``out``; the offsets were checked before.
+            np.take(self._table, self._rows[run], out=items, mode="clip")
+
+    def scatter(self, run: slice, data: Bytes) -> None:
+        self._windows[self._start[run]] = data.view(self._dtype)
 
 
-def _items(offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
-    """The common item size of the pieces, and where each item starts."""
-    item = int(np.gcd.reduce(nbytes))
-    if np.all(nbytes == item):
-        return item, offset
+def _item_starts(offset: Int64, nbytes: Int64, item: int) -> Int64:
     counts = nbytes // item
+    if np.all(counts == 1):
+        return offset
     first = np.cumsum(counts) - counts
     within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(first, counts)
-    return item, np.repeat(offset, counts) + within * item
-
-
-def _windows(array: NDArray[np.uint8], item: int) -> NDArray[np.void]:
-    """``array`` seen as overlapping items, one for each offset where one fits."""
-    items = array[:item].view(np.dtype((np.void, item)))
-    return as_strided(items, shape=(array.nbytes - item + 1,), strides=(1,))
+    return np.repeat(offset, counts) + within * item
