@@ -167,14 +167,15 @@ class Guard(Protocol):
         """Admit one copy by the peer: every descriptor lies in the live grant of that transfer.
 
         Until ``leave``, the granted memory is not reused. The token is set when the grant ends
-        meanwhile: the transport stops touching the memory and leaves.
+        meanwhile: the transport stops touching the memory and leaves. Several copies of one
+        transfer may be inside at once, also parts of one copy; each ``enter`` has one ``leave``.
 
         Raises:
             PeerError, DeadlineError: no such grant, another direction, outside it, or expired.
         """
 
     def landed(self, transfer_id: bytes, arrived: Arrived) -> None:
-        """A peer's write is complete in this side's memory."""
+        """A peer's write is complete in this side's memory: whole chunks, perhaps one of several parts."""
 
     def leave(self, transfer_id: bytes) -> None:
         """The transport no longer touches the memory of the copy that ``enter`` admitted."""
@@ -230,7 +231,10 @@ class Connection(ABC):
 
     @abstractmethod
     def abort(self, error: KVFerryError) -> None:
-        """Break the connection now, from any thread; waiting calls raise ``error``. Safe to call twice."""
+        """Break the connection now, from any thread; waiting calls raise ``error``. Safe to call twice.
+
+        Copies that run end soon; ``close`` afterwards waits until all of it is gone.
+        """
 
 
 OnConnection = Callable[[Connection], None]

@@ -130,6 +130,7 @@ class ShmTransport(SocketTransport):
                 raise TransportError(
                     f"cannot listen at {address}: {error.strerror}",
                     phase="listen",
+                    peer=address,
                     now_true="nothing is held",
                     next_step="choose another name, or end the process that has this one",
                 ) from error

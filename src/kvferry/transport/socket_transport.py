@@ -53,7 +53,13 @@ class SocketTransport(Transport):
             await self._say(sock)
             role, token[:] = await read_greeting(sock, peer)
             if role is not Role.ACCEPTED:
-                raise PeerError("the peer greets as one that connects", phase="connect", peer=peer)
+                raise PeerError(
+                    "the peer greets as one that connects",
+                    phase="connect",
+                    peer=peer,
+                    now_true="nothing is held",
+                    next_step="check the address, and run the same kvferry on both sides",
+                )
             connection = await self._hear(sock, peer, address, open_channel)
         except OSError as error:
             raise cannot_connect(peer, error) from error

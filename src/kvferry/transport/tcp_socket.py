@@ -75,6 +75,7 @@ def listening_socket(place: Place, address: str) -> socket.socket:
             raise TransportError(
                 f"cannot listen at {address}: {error.strerror}",
                 phase="listen",
+                peer=address,
                 now_true="nothing is held",
                 next_step="choose another address, or end the process that has this one",
             ) from error
