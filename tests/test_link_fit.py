@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import InputError, NoPlanError
 from kvferry.link import Knee, LinkFit, Mode, Sample, Span, Spread, fit_link, samples_needed
-from kvferry.link.solve import nonnegative
+from kvferry.link.solve import least_log_squares, nonnegative
 from link_kit import GOOD, KIB, MIB, SIZES, line, overlap, published, sweep
 
 STARTS = st.floats(1e-6, 1e-2)
@@ -44,6 +44,34 @@ def test_least_squares_meets_the_optimality_conditions(rows: list[list[float]], 
     assert (found >= 0).all()
     assert (gradient >= -scale).all()
     assert np.abs(gradient[found * norms > scale]).max(initial=0) <= scale * 10
+
+
+@given(STARTS, DESCRIPTOR_COSTS, RATES, st.floats(0, 0.5), st.integers(0, 2**32 - 1))
+def test_least_log_squares_cannot_be_improved(
+    a: float, o: float, rate: float, noise: float, seed: int
+) -> None:
+    """No small change of any coefficient makes the squares of the logarithms smaller."""
+    samples = sweep(line(a, o, rate), noise=noise, seed=seed)
+    columns = np.array([(1.0, s.descriptors, s.nbytes) for s in samples])
+    seconds = np.array([s.seconds for s in samples])
+    found = least_log_squares(columns, seconds)
+
+    def squares(x: np.ndarray) -> float:
+        return float((np.log(seconds / (columns @ x)) ** 2).sum())
+
+    rng = np.random.default_rng(seed)
+    for step in rng.normal(0, 1, (20, 3)) * [a, o, 1 / rate] * 1e-3:
+        assert squares(np.maximum(found + step, 0)) >= squares(found) * (1 - 1e-6) - 1e-12
+
+
+def test_noise_does_not_bias_the_line() -> None:
+    """Over 60 links whose points scatter by 25 %, predictions are neither too fast nor too slow."""
+    misses = [
+        math.log(fit.predict(nbytes, 16) / GOOD(nbytes, 16))
+        for fit in (fit_link(sweep(noise=0.25, seed=seed)) for seed in range(60))
+        for nbytes in SIZES
+    ]
+    assert np.mean(misses) == pytest.approx(0.0, abs=0.02)
 
 
 @given(STARTS, DESCRIPTOR_COSTS, RATES)
@@ -88,18 +116,21 @@ def test_noisy_copies_are_predicted_within_their_noise(
     ("table", "start", "rate"), [("mooncake-vllm", 0.378e-3, 146.1e9), ("mooncake-sglang", 1.835e-3, 171.0e9)]
 )
 def test_published_tables_fit_within_seven_percent(table: str, start: float, rate: float) -> None:
-    """Nine published sizes from 21 MB to 12.6 GB: one line misses none by more than 7.0 %."""
+    """Nine published sizes from 21 MB to 12.6 GB: one line misses none by more than 7 %.
+
+    ``start`` and ``rate`` are those of a fit of relative errors made elsewhere.
+    """
     samples = published(table)
     fit = fit_link(samples)
     assert len(samples) == 9
     assert fit.worst_error is not None
-    assert round(fit.worst_error, 3) <= 0.070
+    assert fit.worst_error <= 0.07
     assert fit.knee is None
-    assert fit.a_seconds == pytest.approx(start, rel=0.002)
-    assert fit.bytes_per_second == pytest.approx(rate, rel=0.002)
+    assert fit.a_seconds == pytest.approx(start, rel=0.005)
+    assert fit.bytes_per_second == pytest.approx(rate, rel=0.005)
     assert fit.o_seconds is None, "the tables do not say how many pieces"
     for sample in samples:
-        assert fit.predict(sample.nbytes, 1) == pytest.approx(sample.seconds, rel=0.0705)
+        assert sample.seconds == pytest.approx(fit.predict(sample.nbytes, 1), rel=0.07)
 
 
 def test_a_stall_does_not_bend_the_line() -> None:

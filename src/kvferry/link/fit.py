@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import NoPlanError
-from kvferry.link.line import CLOSE, fit_line, has_evidence
+from kvferry.link.line import CLOSE, fit_line, has_evidence, sum_line
 from kvferry.link.points import Points, medians, warm_points
 from kvferry.link.records import Knee, Line, LinkFit, Sample
 from kvferry.link.spread import spreads_of
@@ -58,34 +58,34 @@ def fit_link(samples: Sequence[Sample]) -> LinkFit:
 
 
 def _errors(fit: LinkFit, points: Points) -> tuple[float | None, float | None]:
-    """Worst and median error; None where every point was used up by a parameter."""
+    """Worst and median of measured over predicted less one; None where no point is to spare."""
     used = 3 - len(fit.unidentified) + (0 if fit.knee is None else _KNEE_PARAMETERS)
     if len(points) <= used:
         return None, None
-    errors = np.abs(points.errors(fit))
+    errors = np.abs(points.seconds / points.seconds_of(fit) - 1)
     return significant(float(errors.max())), significant(float(np.median(errors)))
 
 
 def _with_knee(fit: LinkFit, points: Points) -> LinkFit:
     """The fit with a second regime, where one is beyond doubt; else as it was."""
-    errors = points.errors(fit)
-    single = float(errors @ errors)
-    if np.abs(errors).max() <= CLOSE:
+    misses = points.misses(fit)
+    single = float(misses @ misses)
+    if np.abs(misses).max() <= CLOSE:
         return fit
     sizes = np.unique(points.nbytes)
     best, least = fit, single / _KNEE_GAIN
     for start in sizes[_KNEE_SIZES : len(sizes) - _KNEE_SIZES + 1].tolist():
         found = _split(fit, points, start)
         if found is not None:
-            errors = points.errors(found)
-            if (rest := float(errors @ errors)) < least:
+            misses = points.misses(found)
+            if (rest := float(misses @ misses)) < least:
                 best, least = found, rest
     return best if has_evidence(single, least, len(points), _KNEE_PARAMETERS) else fit
 
 
 def _split(fit: LinkFit, points: Points, start: float) -> LinkFit | None:
     """Two lines, below and from ``start`` on; None where a side tells less than the whole does."""
-    below, above = (fit_line(points.where(mask)) for mask in (points.nbytes < start, points.nbytes >= start))
+    below, above = (sum_line(points.where(mask)) for mask in (points.nbytes < start, points.nbytes >= start))
     if any((side.o_seconds is None) != (fit.o_seconds is None) for side in (below, above)):
         return None
     knee = Knee(from_nbytes=int(start), **_line_fields(above))

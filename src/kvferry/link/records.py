@@ -143,8 +143,8 @@ class LinkFit(Line, frozen=True, kw_only=True):
     """What the samples of one pair under one set of conditions say.
 
     Args:
-        worst_error: largest relative error of the fit over the medians of the points measured.
-        median_error: the median of those errors.
+        worst_error: largest |measured / predicted - 1| over the medians of the shapes measured.
+        median_error: the median of those; both None where the samples leave no point to spare.
         samples: number of copies fitted; 0 for a rate that nobody measured here.
         nbytes, descriptors, block_bytes: what the samples covered (None without samples);
             ``block_bytes`` is nbytes per descriptor.
