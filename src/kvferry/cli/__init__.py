@@ -23,15 +23,15 @@ FOUR_QUESTIONS = """\
 kvferry moves a request's KV cache and execution state from a prefill worker to a decode worker.
 
   How big is it?           kvferry size MODEL --tokens N
-  Does the move pay?       kvferry check MODEL --link LINKS --prompt-tokens N --ttft T --prefill-seconds T
+  How fast is the way?     kvferry probe --loopback --out links.json; kvferry link show links.json
+  Does the move pay?       kvferry check MODEL --link links.json --prompt-tokens N --ttft T --prefill-seconds T
   See it move              kvferry demo
-  How fast is a link?      kvferry link show FILE
 
 `kvferry VERB --help` says the rest."""
 
 # One module a verb, named like it, with a function of that name. They are imported only
 # when their verb (or the list of verbs) is asked for, so `kvferry --version` stays fast.
-VERBS = ("size", "check", "demo", "link")
+VERBS = ("size", "probe", "link", "check", "demo")
 
 app = App(
     name="kvferry",
