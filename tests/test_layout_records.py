@@ -76,7 +76,7 @@ def test_any_nesting_of_the_axes_is_accepted(case: Case) -> None:
 
 
 @given(cases(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_change_of_a_number_hides_an_overlap(case: Case, data: st.DataObject) -> None:
     """One changed offset or stride is either refused, or the layout still has one owner a byte."""
     group_index = data.draw(st.integers(0, len(case.src.groups) - 1))

@@ -1,8 +1,8 @@
 """The product form of a plan: few strided copies instead of many pieces, for memory that both sides map.
 
 Most requests have the same block ids in every tensor of a group. Then one NumPy assignment
-copies a block (or evenly spaced blocks) of all tensors: for 4 KiB blocks that is more than twice
-as fast as one call a block, and costs the interpreter 1/160 of the calls for 160 tensors.
+copies a block (or evenly spaced blocks) of all tensors: 1/160 of the calls for 160 tensors, and 1.7
+times as fast at 4 KiB blocks (bench/copy_plan.py).
 """
 
 from __future__ import annotations
