@@ -1,0 +1,106 @@
+"""What a simulation says in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvferry.plan.fleet import Role, Wires
+from kvferry.plan.sim_metrics import Percentiles, Tally
+
+__all__ = ["Result", "Utilisation", "result_of"]
+
+
+class Utilisation(msgspec.Struct, frozen=True):
+    """Shares of the time: the mean over the links of a kind, and the busiest of them."""
+
+    mean: float
+    most: float
+    busiest: str
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What a run says. Rates are per second of ``span_seconds``, from the first arrival to the last end.
+
+    ``goodput`` counts requests that kept to both targets; ``slo_attainment`` their share.
+    ``bytes_started`` and ``bytes_delivered`` are of finished and dropped handoffs alike.
+    """
+
+    requests: int
+    done: int
+    failed: int
+    retried: int
+    span_seconds: float
+    goodput: float
+    goodput_per_gpu: float
+    slo_attainment: float
+    ttft_attainment: float
+    tpot_attainment: float
+    ttft: Percentiles
+    tpot: Percentiles
+    prefill_wait: Percentiles
+    room_wait: Percentiles
+    transfer: Percentiles
+    exposed: Percentiles
+    link_utilisation: dict[str, Utilisation]
+    prefill_utilisation: float
+    prefix_hit_share: float
+    handoffs: int
+    bytes_sent: int
+    bytes_delivered: float
+    bytes_dropped: float
+    is_measured: bool
+
+
+def result_of(
+    tally: Tally,
+    wires: Wires,
+    *,
+    span_seconds: float,
+    prefill_busy_seconds: Sequence[float],
+    delivered_nbytes: float,
+    dropped_nbytes: float,
+) -> Result:
+    """Everything that was counted, as shares and rates."""
+    fleet = wires.fleet
+    ended = tally.done + tally.failed
+    per_second = 1 / span_seconds if span_seconds > 0 else 0.0
+    share = 1 / ended if ended else 0.0
+    return Result(
+        requests=ended,
+        done=tally.done,
+        failed=tally.failed,
+        retried=tally.retried,
+        span_seconds=span_seconds,
+        goodput=tally.attained * per_second,
+        goodput_per_gpu=tally.attained * per_second / fleet.num_gpus,
+        slo_attainment=tally.attained * share,
+        ttft_attainment=tally.ttft_attained * share,
+        tpot_attainment=tally.tpot_attained * share,
+        ttft=tally.ttft.percentiles(),
+        tpot=tally.tpot.percentiles(),
+        prefill_wait=tally.wait.percentiles(),
+        room_wait=tally.room_wait.percentiles(),
+        transfer=tally.transfer.percentiles(),
+        exposed=tally.exposed.percentiles(),
+        link_utilisation=_utilisation(wires, per_second),
+        prefill_utilisation=sum(prefill_busy_seconds) * per_second / len(prefill_busy_seconds),
+        prefix_hit_share=tally.prefill_hits / tally.prompt_tokens if tally.prompt_tokens else 0.0,
+        handoffs=tally.handoffs,
+        bytes_sent=tally.bytes_sent,
+        bytes_delivered=delivered_nbytes,
+        bytes_dropped=dropped_nbytes,
+        is_measured=bool(fleet.of_role(Role.COLOCATED)) or all(tier.is_measured for tier in fleet.tiers),
+    )
+
+
+def _utilisation(wires: Wires, per_second: float) -> dict[str, Utilisation]:
+    by_kind: dict[str, list[tuple[float, str]]] = {}
+    for link in wires.links.values():
+        use = link.carried_nbytes * per_second / link.bytes_per_second
+        by_kind.setdefault(link.kind, []).append((use, link.name))
+    return {
+        kind: Utilisation(sum(use for use, _ in uses) / len(uses), *max(uses))
+        for kind, uses in by_kind.items()
+    }
