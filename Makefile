@@ -26,7 +26,7 @@ demo: $(VENV)/installed
 # One BLAS thread a process: threads that spin for each other's cores make small models ten times slower.
 test: export OPENBLAS_NUM_THREADS = 1
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

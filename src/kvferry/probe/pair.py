@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -77,6 +78,16 @@ class LoopbackPair:
         move.started()
         outcome.result(TIMEOUT_SECONDS)
         return move.record
+
+    def rss_beyond_pools(self) -> int:
+        """The larger of both nodes' resident bytes that are not a pool's, from /proc; Linux only."""
+        sizes = []
+        for endpoint in (self._prefill, self._decode):
+            status = Path(f"/proc/{endpoint.stats().pid}/status").read_text()
+            lines = dict(line.split(":", 1) for line in status.splitlines() if line.startswith("Rss"))
+            # RssShmem are the pools (ours and the peer's); everything else is anonymous or files.
+            sizes.append(1024 * (int(lines["RssAnon"].split()[0]) + int(lines["RssFile"].split()[0])))
+        return max(sizes)
 
     def measure(self, mode: Mode, repeats: int, on_done: Callable[[], None]) -> list[Sample]:
         """One cold copy, which carries connecting and first touch, then warm ones; bytes compared."""
