@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import ErrorRecord, InputError, KVFerryError, PeerError
-from kvferry.layout import BlockTable, PoolLayout
+from kvferry.layout import BlockTable, PoolLayout, Role
 from kvferry.protocol import messages as m
 from kvferry.protocol.compat import hello_reasons, pair_reasons
 from kvferry.protocol.prefix import HeldPrefix
@@ -38,7 +38,15 @@ MESSAGES: list[m.Message] = [
     m.Accept(party()),
     m.Refuse(("dtype: float32 here, float16 there",)),
     m.Heartbeat(),
-    m.Claim(ID, ticket=b"t", timeout_ms=5, tables=(m.WireTable(b"\0" * 8, 1),), state=b"s", tokens=3),
+    m.Claim(
+        ID,
+        ticket=b"t",
+        timeout_ms=5,
+        tables=(m.WireTable(b"\0" * 8, 1),),
+        state=b"s",
+        tokens=3,
+        portions=(m.Portion((0, 2), ((Role.KEY, 0), (Role.VALUE, 1)), (1, 4)),),
+    ),
     m.Offered(ID, b"state", (m.WireTable(b"\1\0\0\0"),), 7, 4, 1000),
     m.Granted(ID, (m.WireTable(b""),), 7, HeldPrefix(4, b"h" * 16), 1000),
     m.Busy(ID, 50, "full"),
@@ -103,6 +111,7 @@ def test_numbers_beyond_their_bounds_are_refused() -> None:
         ("timeout_ms", -1),
         ("tokens", 2**60),
         ("transfer", b"short"),
+        ("portions", [msgspec.to_builtins(MESSAGES[4].portions[0])] * (m.MAX_PORTIONS + 1)),
     ):
         claim = msgspec.msgpack.decode(m.encode(MESSAGES[4])) | {field: value}
         with pytest.raises(PeerError, match=field):

@@ -16,12 +16,13 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvferry.errors import ErrorRecord, InputError, KVFerryError, PeerError
-from kvferry.layout import BlockTable, PoolLayout
+from kvferry.layout import BlockTable, PoolLayout, Role
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.state import Fingerprint
 
 __all__ = [
     "MAGIC",
+    "MAX_PORTIONS",
     "VERSION",
     "Abort",
     "Aborted",
@@ -38,6 +39,7 @@ __all__ = [
     "Moved",
     "Offered",
     "Party",
+    "Portion",
     "Ready",
     "Refuse",
     "Released",
@@ -60,6 +62,8 @@ Count = Annotated[int, Meta(ge=0, le=2**48)]
 Milliseconds = Annotated[int, Meta(ge=0, le=7 * 24 * 3600 * 1000)]
 Name = Annotated[str, Meta(max_length=256)]
 _MAX_BLOB_NBYTES = 16 << 20
+# What one pair of ranks moves is one portion, or one for each layer kind; a model has few kinds.
+MAX_PORTIONS = 256
 
 
 class WireTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +91,18 @@ def from_wire(tables: tuple[WireTable, ...]) -> tuple[BlockTable, ...]:
         )
     except InputError as error:
         raise PeerError(f"a block table does not make sense: {error.message}") from error
+
+
+class Portion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What of a pair of ranks moves: of each of ``layers`` the tensors ``parts``, heads [start, stop).
+
+    ``parts`` are (role, part). Ranks of one worker that hold the same heads each move a portion of
+    their own, so that every byte crosses once.
+    """
+
+    layers: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...], Meta(max_length=1 << 13)]
+    parts: Annotated[tuple[tuple[Role, Annotated[int, Meta(ge=0, le=255)]], ...], Meta(max_length=64)]
+    head_range: tuple[Annotated[int, Meta(ge=0, le=1 << 16)], Annotated[int, Meta(ge=0, le=1 << 17)]]
 
 
 class Party(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,7 +160,8 @@ class Claim(_TransferMessage, frozen=True, kw_only=True):
 
     A push says its own block tables (decode may have to copy by reading) and, where it is
     known already, the state record, so that decode checks it before a byte moves. A pull names
-    the prefix that decode holds already.
+    the prefix that decode holds already. ``portions``: what of the pair moves; none names all
+    that both layouts hold.
     """
 
     ticket: Annotated[bytes, Meta(max_length=1 << 16)]
@@ -153,6 +170,7 @@ class Claim(_TransferMessage, frozen=True, kw_only=True):
     state: Annotated[bytes, Meta(max_length=_MAX_BLOB_NBYTES)] = b""
     tokens: Count = 0
     held: HeldPrefix = HeldPrefix()
+    portions: Annotated[tuple[Portion, ...], Meta(max_length=MAX_PORTIONS)] = ()
 
 
 class Offered(_TransferMessage, frozen=True):

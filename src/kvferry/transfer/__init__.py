@@ -1,7 +1,8 @@
 """Endpoints: the one way to move a request's KV and state between workers."""
 
 from kvferry.transfer.calls import Stats, Timeouts
-from kvferry.transfer.endpoint import Endpoint, Move, Push
+from kvferry.transfer.endpoint import Endpoint
+from kvferry.transfer.handles import Move, Push
 from kvferry.transfer.pool import Pool
 from kvferry.transfer.trace import Timings, TransferRecord
 

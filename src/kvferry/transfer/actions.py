@@ -59,7 +59,7 @@ def _vouch(session: Session) -> None:
 
 
 def _publish(session: Session) -> None:
-    session.published.set_result(Arrival(session.state, session.record()))
+    session.published.set_result(Arrival(session.state, session.record(), session.portions))
 
 
 def _fail(session: Session) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.errors import ErrorRecord
 from kvferry.layout import PoolLayout
-from kvferry.protocol.messages import WireTable
+from kvferry.protocol.messages import Portion, WireTable
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.state import Requirements
 from kvferry.transfer.trace import TransferRecord
@@ -84,12 +84,15 @@ class ListenCall(_Call, frozen=True):
 
 
 class OfferCall(_Call, frozen=True):
+    """``like``: another offer of the same blocks, whose digests serve for this one too."""
+
     transfer: bytes
     request_id: str
     state: bytes
     tokens: int
     tables: tuple[WireTable, ...]
     lease_seconds: float
+    like: bytes = b""
 
 
 class ReserveCall(_Call, frozen=True):
@@ -107,6 +110,7 @@ class PullCall(_Call, frozen=True):
     timeout_seconds: float
     held: HeldPrefix
     transport: str
+    portions: tuple[Portion, ...] = ()
 
 
 class PushCall(_Call, frozen=True):
@@ -117,6 +121,7 @@ class PushCall(_Call, frozen=True):
     state: bytes
     prompt_ids: bytes
     transport: str
+    portions: tuple[Portion, ...] = ()
 
 
 class LayersCall(_Call, frozen=True):
@@ -137,8 +142,11 @@ class StartCall(_Call, frozen=True):
 
 
 class CancelCall(_Call, frozen=True):
+    """``unclaimed_only``: leave it alone if a peer has taken it up."""
+
     transfer: bytes
     error: ErrorRecord
+    unclaimed_only: bool = False
 
 
 class RenewCall(_Call, frozen=True):
@@ -200,10 +208,11 @@ class Held(_Value, frozen=True):
 
 
 class Arrival(_Value, frozen=True):
-    """Committed: the state record, checked, with its blocks in the pool."""
+    """Committed: the state record, checked, with its blocks in the pool; ``portions`` as claimed."""
 
     state: bytes
     record: TransferRecord
+    portions: tuple[Portion, ...] = ()
 
 
 class Outcome(_Value, frozen=True):

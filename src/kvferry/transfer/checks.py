@@ -10,8 +10,10 @@ import hashlib
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvferry.errors import CorruptError, IncompatibleError, PeerError
-from kvferry.layout import BlockTable, GroupLayout, PoolLayout, source_pieces
+from kvferry.layout import BlockTable, GroupLayout, PoolLayout
 from kvferry.protocol.ticket import Mode
 from kvferry.state import (
     Arrival,
@@ -27,11 +29,14 @@ from kvferry.state import (
     decode_state,
 )
 from kvferry.transfer.integrity import DigestTable, check_coverage
+from kvferry.transfer.portions import plan_portions
 
 if TYPE_CHECKING:
     from kvferry.transfer.session import Session
 
 __all__ = ["before_move", "before_visible"]
+
+_MAX_BLOCKS = (1 << 31) - 1
 
 
 def before_move(session: Session, requirements: Requirements | None, known: bool, newest_attempt: int) -> int:
@@ -52,7 +57,7 @@ def before_move(session: Session, requirements: Requirements | None, known: bool
         raise CorruptError("transfer_id: the state belongs to another transfer", phase="check")
     if state.kv_tokens != session.tokens:
         raise PeerError(f"tokens: {session.tokens} were announced, the state covers {state.kv_tokens}")
-    check_before_move(state, requirements, _expectation(session, known, newest_attempt))
+    check_before_move(state, requirements, _expectation(session, requirements, known, newest_attempt))
     return state.attempt
 
 
@@ -84,7 +89,7 @@ def before_visible(
         landed=_landed(session, state),
         lease_seconds_left=session.lease_deadline - time.monotonic(),
     )
-    check_after_move(state, requirements, arrival)
+    check_after_move(_of_this_rank(session, state), requirements, arrival)
 
 
 def _agree_on_tokens(session: Session) -> None:
@@ -97,14 +102,22 @@ def _agree_on_tokens(session: Session) -> None:
     session.tokens = announced
 
 
-def _expectation(session: Session, known: bool, newest_attempt: int) -> Expectation:
+def _expectation(
+    session: Session, requirements: Requirements, known: bool, newest_attempt: int
+) -> Expectation:
+    here = {group.name for group in session.config.layout.groups}
+    elsewhere = [need.group for need in requirements.groups if need.group not in here]
     return Expectation(
         request_id=session.request_id,
         known_transfer_ids=(session.transfer,) if known else (),
         newest_attempt=newest_attempt,
-        room=tuple(
-            GroupRoom(group=group.name, num_blocks=len(table.ids))
-            for group, table in zip(session.config.layout.groups, session.tables, strict=True)
+        room=(
+            *(
+                GroupRoom(group=group.name, num_blocks=len(table.ids))
+                for group, table in zip(session.config.layout.groups, session.tables, strict=True)
+            ),
+            # Of groups that lie at other ranks of this worker, those ranks say whether there is room.
+            *(GroupRoom(group=name, num_blocks=_MAX_BLOCKS) for name in elsewhere if session.portions),
         ),
         batch_slots=1,
         lease_seconds_left=session.lease_deadline - time.monotonic(),
@@ -114,12 +127,24 @@ def _expectation(session: Session, known: bool, newest_attempt: int) -> Expectat
 
 
 def _group_nbytes(session: Session) -> list[tuple[GroupLayout, int]]:
-    """Payload bytes of each group, by this side's own layout and tables."""
+    """Payload bytes of each group that this session moves, by this side's own layout and tables."""
     layout = session.config.layout
-    return [
-        (group, source_pieces(PoolLayout((group,), layout.nbytes), (table,), session.tokens).total_nbytes)
-        for group, table in zip(layout.groups, session.tables, strict=True)
-    ]
+    found = []
+    for group, table in zip(layout.groups, session.tables, strict=True):
+        rank = (PoolLayout((group,), layout.nbytes), (table,))
+        plan = plan_portions(session.portions, rank, rank, session.tokens, layers=rank[0].layers)
+        found.append((group, plan.total_nbytes))
+    return found
+
+
+def _of_this_rank(session: Session, state: ExecutionState) -> ExecutionState:
+    """The state without the block tables of groups that lie at other ranks of this worker only."""
+    here = {group.name for group in session.config.layout.groups}
+    if not session.portions:
+        return state
+    return msgspec.structs.replace(
+        state, blocks=tuple(blocks for blocks in state.blocks if blocks.group in here)
+    )
 
 
 def _landed(session: Session, state: ExecutionState) -> tuple[LandedBlocks, ...]:

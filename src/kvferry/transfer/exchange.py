@@ -33,6 +33,7 @@ def claim(session: Session) -> m.Claim:
         state=session.state if session.role is Role.PREFILL else b"",
         tokens=session.tokens,
         held=session.held,
+        portions=session.portions,
     )
 
 
@@ -83,7 +84,7 @@ def take(session: Session, message: m.TransferMessage) -> None:
 def _take_claim(session: Session, message: m.Claim) -> None:
     session.timeout_deadline = time.monotonic() + message.timeout_ms / 1e3
     session.peer_tables = m.from_wire(message.tables)
-    session.peer_tokens = message.tokens
+    session.peer_tokens, session.portions = message.tokens, message.portions
     if session.mode is Mode.PULL:
         session.held_tokens = agree(session, message.held)
     else:

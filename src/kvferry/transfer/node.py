@@ -10,7 +10,8 @@ import asyncio
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 
-from kvferry.errors import DeadlineError, KVFerryError, LocalError, PeerError
+from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError, PeerError
+from kvferry.layout import PoolLayout
 from kvferry.protocol import messages as m
 from kvferry.protocol.table import Event, Phase
 from kvferry.protocol.ticket import Ticket, open_ticket, seal_ticket
@@ -21,6 +22,7 @@ from kvferry.transfer.integrity import DigestTable
 from kvferry.transfer.lease import Grants
 from kvferry.transfer.ledger import Ledger
 from kvferry.transfer.peer import Peer
+from kvferry.transfer.portions import check_portions
 from kvferry.transfer.session import Session
 from kvferry.transport.base import Memory
 
@@ -143,6 +145,7 @@ class Node:
                 or claim.transfer != ticket.transfer
             ):
                 raise self._no_hold(ticket)
+            _check_claimed(claim.portions, self.config.layout, peer.party.layout)
         except KVFerryError as error:
             peer.post(m.Abort(claim.transfer, error.with_context(phase="claim").to_record()))
             return
@@ -164,6 +167,13 @@ class Node:
             now_true="nothing is held for it here",
             next_step="prefill again, or recompute at decode",
         )
+
+
+def _check_claimed(portions: tuple[m.Portion, ...], ours: PoolLayout, theirs: PoolLayout) -> None:
+    try:
+        check_portions(portions, ours, theirs)
+    except InputError as error:
+        raise PeerError(error.message, now_true="nothing was granted; the ticket stays good") from None
 
 
 def _party(config: NodeConfig, incarnation: bytes) -> m.Party:

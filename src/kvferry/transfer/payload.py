@@ -13,8 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvferry.errors import KVFerryError, LocalError
-from kvferry.layout import CopyPlan, copy_plan, source_pieces
+from kvferry.layout import CopyPlan, source_pieces
 from kvferry.protocol import messages as m
 from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Mode
@@ -28,6 +30,7 @@ from kvferry.transfer.integrity import (
     nothing_arrived,
     select_digests,
 )
+from kvferry.transfer.portions import plan_portions
 from kvferry.transport.base import Arrived, CancelToken, Copy, Direction
 
 if TYPE_CHECKING:
@@ -57,7 +60,7 @@ class Payload:
         self._cancel = CancelToken()
         self._when_quiet: Callable[[], None] | None = None
         self._moved: list[Part] = []
-        self._exported: asyncio.Future[DigestTable] | None = None
+        self.exported: asyncio.Future[DigestTable] | None = None
         self._vouching: asyncio.Future[DigestTable] | None = None
         self.is_copying = False
         self.arrived: list[Arrived] = []
@@ -77,19 +80,16 @@ class Payload:
         source_pieces(self._session.config.layout, self._session.tables, self._session.tokens)
 
     def plan(self, part: Part = WHOLE, *, held_tokens: int | None = None) -> CopyPlan:
-        """The copies of one part, the same at both sides: what both layouts hold, in prefill's order."""
+        """The copies of one part, the same at both sides: the session's portions, in prefill's order."""
         session = self._session
         assert session.peer is not None
         ours = (session.config.layout, session.tables)
         theirs = (session.peer.party.layout, session.peer_tables)
-        (src, src_tables), (dst, dst_tables) = (
-            (ours, theirs) if session.role is Role.PREFILL else (theirs, ours)
-        )
-        return copy_plan(
+        src, dst = (ours, theirs) if session.role is Role.PREFILL else (theirs, ours)
+        return plan_portions(
+            session.portions,
             src,
             dst,
-            src_tables,
-            dst_tables,
             session.tokens,
             first_token=session.held_tokens if held_tokens is None else held_tokens,
             layers=part.layers,
@@ -195,18 +195,25 @@ class Payload:
 
     # Digests of prefill's blocks.
 
-    def begin_digests(self) -> None:
-        """An offer's digests are taken when it is made, in a thread: its blocks must stay as they are now."""
-        if self._session.config.integrity:
-            self._exported = asyncio.ensure_future(
+    def begin_digests(self, like: Payload | None = None) -> None:
+        """An offer's digests are taken when it is made, in a thread: its blocks must stay as they are now.
+
+        ``like``: another offer of the same blocks; its digests are these.
+        """
+        if not self._session.config.integrity:
+            return
+        if like is None or like.exported is None:
+            self.exported = asyncio.ensure_future(
                 self._loop.run_in_executor(self._session.node.copiers, self._export_in_thread)
             )
-            self._exported.add_done_callback(lambda _: self._quiet_again())
+        else:
+            self.exported = like.exported
+        self.exported.add_done_callback(lambda _: self._quiet_again())
 
     @property
     def is_digesting(self) -> bool:
         """Digests are being taken now."""
-        return any(task is not None and not task.done() for task in (self._exported, self._vouching))
+        return any(task is not None and not task.done() for task in (self.exported, self._vouching))
 
     def vouch(self) -> bool:
         """True where no digests are wanted; else VOUCHED comes when those of all that moved are there."""
@@ -222,7 +229,7 @@ class Payload:
         return NO_DIGESTS if self._vouching is None else self._vouching.result()
 
     async def _vouch(self) -> DigestTable:
-        exported = None if self._exported is None else await self._exported
+        exported = None if self.exported is None else await self.exported
         work = functools.partial(self._vouch_in_thread, exported)
         return await self._loop.run_in_executor(self._session.node.copiers, work)
 
@@ -242,7 +249,7 @@ class Payload:
         # Part of a chunk moved (a held prefix, another split of heads): its digest is taken now, and
         # means what was exported only if the whole chunk still has its digest of then.
         pieces = source_pieces(session.config.layout, session.tables, session.tokens)
-        cut = plan.chunk_id[~plan.chunk_complete]
+        cut = np.unique(plan.chunk_id[~plan.chunk_complete])  # portions may share a chunk
         compare_digests(select_digests(exported, cut), digest_pieces(memory, pieces, only=cut))
         return join_digests([digest_plan(memory, plan)])
 

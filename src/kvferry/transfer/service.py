@@ -9,13 +9,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvferry.errors import DeadlineError, KVFerryError, LocalError
+from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
 from kvferry.protocol import messages as m
 from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Mode, read_ticket
 from kvferry.transfer import calls as c
 from kvferry.transfer.node import Node
 from kvferry.transfer.payload import Part
+from kvferry.transfer.portions import check_portions
 from kvferry.transfer.session import Session
 
 __all__ = ["Service"]
@@ -26,6 +27,8 @@ class Service:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        # Claims whose peer is being reached, and the word that came meanwhile to give one up.
+        self._reaching: dict[bytes, KVFerryError | None] = {}
         self._handlers: dict[type[c.Call], Callable[[Any], Awaitable[Any]]] = {
             c.ListenCall: self._listen,
             c.OfferCall: self._offer,
@@ -53,9 +56,12 @@ class Service:
         return c.Listening(self._node.directory.addresses, self._node.incarnation)
 
     async def _offer(self, call: c.OfferCall) -> c.Held:
+        like = self._node.ledger.find(call.like)
+        if like is not None and (m.to_wire(like.tables), like.tokens) != (call.tables, call.tokens):
+            raise InputError("like: that offer is of other blocks or tokens")
         session = self._hold(Role.PREFILL, Mode.PULL, call)
         session.state = call.state
-        session.payload.begin_digests()
+        session.payload.begin_digests(None if like is None else like.payload)
         return c.Held(self._node.ticket(session, call.lease_seconds))
 
     async def _reserve(self, call: c.ReserveCall) -> c.Held:
@@ -104,9 +110,13 @@ class Service:
             )
         if ticket.incarnation == self._node.incarnation:
             raise LocalError("ticket: this endpoint issued it itself", request_id=ticket.request_id)
+        self._reaching[ticket.transfer] = None
         try:
             async with asyncio.timeout(call.timeout_seconds):
                 peer = await self._node.directory.reach(ticket, call.transport)
+            if (given_up := self._reaching[ticket.transfer]) is not None:
+                raise given_up
+            check_portions(call.portions, self._node.config.layout, peer.party.layout)
         except TimeoutError:
             raise DeadlineError(
                 f"no connection within {call.timeout_seconds} s",
@@ -118,6 +128,8 @@ class Service:
             ) from None
         except KVFerryError as error:
             raise error.with_context(request_id=ticket.request_id, peer=ticket.issuer) from None
+        finally:
+            del self._reaching[ticket.transfer]
         self._node.ledger.make_room(ticket.transfer, ticket.request_id)
         session = Session(
             self._node,
@@ -132,6 +144,7 @@ class Service:
             ticket=call.ticket,
             peer=peer,
             handshake_seconds=time.monotonic() - started,
+            portions=call.portions,
         )
         return self._node.ledger.take_in(session)
 
@@ -162,8 +175,12 @@ class Service:
 
     async def _cancel(self, call: c.CancelCall) -> c.Nothing:
         session = self._node.ledger.find(call.transfer)
-        if session is not None:
-            session.fail(KVFerryError.from_record(call.error))
+        error = KVFerryError.from_record(call.error)
+        if session is None:
+            if call.transfer in self._reaching:
+                self._reaching[call.transfer] = error
+        elif session.machine.phase is Phase.HELD or not call.unclaimed_only:
+            session.fail(error)
         return c.Nothing()
 
     async def _renew(self, call: c.RenewCall) -> c.Nothing:

@@ -40,6 +40,7 @@ class Session:
     """State of one transfer. ``tables`` are this side's blocks, ``peer_tables`` the other's.
 
     ``held`` is the prefix that decode said it holds (at decode), ``held_tokens`` what both agreed on.
+    ``portions``: what of the pair moves; empty for all that both layouts hold.
 
     Futures: ``published`` resolves at decode when the state is visible (or with the error);
     ``ended`` resolves when this side's blocks are its engine's again; ``answered`` when a claim of
@@ -60,6 +61,7 @@ class Session:
     held: HeldPrefix = field(default_factory=HeldPrefix)
     held_tokens: int = 0
     prompt_ids: bytes = b""
+    portions: tuple[m.Portion, ...] = ()
     peer_tokens: int = 0
     peer: Peer | None = None
     handshake_seconds: float = 0.0

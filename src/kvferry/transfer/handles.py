@@ -1,0 +1,114 @@
+"""What the engine holds of a transfer that is under way: decode a Move, prefill a Push."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import KVFerryError, LocalError
+from kvferry.state import ExecutionState, decode_state, encode_state
+from kvferry.transfer import calls as c
+from kvferry.transfer.client import NodeClient, wait_for
+from kvferry.transfer.trace import TransferRecord
+
+__all__ = ["CALL_SECONDS", "Move", "Push", "cancel", "for_transfer"]
+
+CALL_SECONDS = 10.0
+
+
+class Move:
+    """Decode's side of one transfer: a future of the execution state.
+
+    Until ``result`` returns, nothing is visible. After it, the state and all its blocks are.
+    """
+
+    def __init__(
+        self, client: NodeClient, transfer: bytes, arrival: Future[Any], limit_seconds: float
+    ) -> None:
+        self._client = client
+        self.arrival = arrival
+        self.limit_seconds = limit_seconds
+        self.transfer = transfer
+
+    def result(self) -> ExecutionState | None:
+        """Wait for the commit; None when the payload came without a state (a probe).
+
+        Raises the KVFerryError that ended the transfer; then nothing is visible and the
+        blocks are the caller's again. Ends by the timeout of the pull, or the lease of the
+        reservation, plus the time an abort may take.
+        """
+        state = wait_for(self.arrival, self.limit_seconds, "this endpoint").state
+        return decode_state(state) if state else None
+
+    @property
+    def record(self) -> TransferRecord:
+        """What moved and how; after ``result`` returned."""
+        record: TransferRecord = self.arrival.result(0).record
+        return record
+
+    def started(self) -> None:
+        """The engine runs on from the state: prefill may forget its copy."""
+        self._client.call(c.StartCall, CALL_SECONDS, transfer=self.transfer)
+
+    def abort(self, error: KVFerryError | str) -> None:
+        """Give the transfer up, before or after it arrived (an import that refused, a cancelled request)."""
+        wait_for(cancel(self._client, self.transfer, error), CALL_SECONDS, "this endpoint")
+
+
+class Push:
+    """Prefill's side of a push that is under way: parts, then one commit."""
+
+    def __init__(self, client: NodeClient, transfer: bytes, tokens: int, limit_seconds: float) -> None:
+        self._client = client
+        self._limit_seconds = limit_seconds
+        self._tokens = tokens
+        self.transfer = transfer
+
+    def layers(
+        self, first_layer: int, stop_layer: int, *, first_token: int = 0, stop_token: int | None = None
+    ) -> None:
+        """These layers are final for these tokens: they may move now, while prefill computes on.
+
+        Raises what ended the transfer, once it has ended.
+        """
+        self._client.call(
+            c.LayersCall,
+            self._limit_seconds,
+            transfer=self.transfer,
+            first_layer=first_layer,
+            stop_layer=stop_layer,
+            first_token=first_token,
+            stop_token=self._tokens if stop_token is None else stop_token,
+        )
+
+    def layer(self, layer: int) -> None:
+        """One layer is final for all tokens."""
+        self.layers(layer, layer + 1)
+
+    def commit(self, state: ExecutionState | None) -> None:
+        """All parts were given and this is the state; decode's answer comes by ``Endpoint.outcome``."""
+        encoded = (
+            b"" if state is None else encode_state(for_transfer(state, self.transfer, self._limit_seconds))
+        )
+        self._client.call(c.CommitCall, self._limit_seconds, transfer=self.transfer, state=encoded)
+
+    def abort(self, error: KVFerryError | str) -> None:
+        """Give the push up; decode's reservation ends too."""
+        wait_for(cancel(self._client, self.transfer, error), CALL_SECONDS, "this endpoint")
+
+
+def for_transfer(state: ExecutionState, transfer: bytes, lease_seconds: float) -> ExecutionState:
+    """The state as this attempt carries it: the id that both sides echo, and the lease from now on."""
+    return msgspec.structs.replace(state, transfer_id=transfer, lease_ms=int(lease_seconds * 1e3))
+
+
+def cancel(
+    client: NodeClient, transfer: bytes, error: KVFerryError | str, *, unclaimed_only: bool = False
+) -> Future[Any]:
+    """Tell the node to give a transfer up; the future only says that it was told."""
+    known = LocalError(error) if isinstance(error, str) else error
+    return client.submit(
+        c.CancelCall, transfer=transfer, error=known.to_record(), unclaimed_only=unclaimed_only
+    )
