@@ -60,7 +60,7 @@ class TestShmCma(CopyTests, EndTests, ProcessTests):
         return f"shm://{unique_name()}?path=cma"
 
 
-class TestShmTwoThreads(CopyTests, EndTests):
+class TestShmTwoThreads(CopyTests):
     transport = ShmTransport
     malformed_addresses = ("shm:",)
 

@@ -68,7 +68,12 @@ class CopyTests(TransportFixture):
             assert arrived.digests is None
             assert {transfer_id for transfer_id, _ in guard.landed_copies} == {TRANSFER_ID}
             landed = [landed for _, landed in guard.landed_copies]
-        assert sum(part.nbytes for part in landed) == plan.total_nbytes
+        assert np.array_equal(np.concatenate([part.piece_offset for part in landed]), plan.dst_offset)
+        assert np.array_equal(np.concatenate([part.piece_nbytes for part in landed]), plan.nbytes)
+        sizes = {i: n for part in landed for i, n in zip(part.chunk_id, part.chunk_nbytes, strict=True)}
+        assert [sizes[i] for i in plan.chunk_id] == np.add.reduceat(
+            plan.nbytes, plan.chunk_start[:-1]
+        ).tolist()
         assert sorted(i for part in landed for i in part.chunk_id.tolist()) == plan.chunk_id.tolist()
         if integrity:
             found = {i: d for part in landed for i, d in self._digest_items(part.chunk_id, part.digests)}

@@ -32,7 +32,7 @@ class Asking:
     @contextlib.contextmanager
     def channel(self, patience: Patience) -> Iterator[Channel]:
         """Borrow a channel, waiting for one where all are in use; one left out of step is closed."""
-        channel = self._take(patience)
+        channel = self._settled(patience)
         try:
             yield channel
         finally:
@@ -71,16 +71,26 @@ class Asking:
             while self._idle:
                 self._idle.pop().close()
 
+    def _settled(self, patience: Patience) -> Channel:
+        """A channel on which the last request is over for the peer too."""
+        while True:
+            channel = self._take(patience)
+            is_settled = False
+            try:
+                is_settled = channel.settle(patience)
+            finally:
+                if not is_settled:
+                    channel.is_in_step = False
+                    self._give_back(channel)
+            if is_settled:
+                return channel
+
     def _take(self, patience: Patience) -> Channel:
         with self._changed:
             while True:
                 patience.check()
-                while self._idle:
+                if self._idle:
                     channel = self._idle.pop()
-                    # Between requests the peer has nothing to say: input means that it hung up.
-                    if channel.has_input():
-                        channel.close()
-                        continue
                     self._busy.add(channel)
                     return channel
                 self._ask_for_more()

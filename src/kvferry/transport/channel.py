@@ -11,7 +11,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, PeerError, TransportError
 from kvferry.transport.memory import address_of
 from kvferry.transport.patience import Patience
 from kvferry.transport.staging import STEP_NBYTES
@@ -52,6 +52,8 @@ class Channel:
         self.fd = sock.fileno()
         #: Both sides are between requests; only such a channel may be used again.
         self.is_in_step = True
+        #: The peer still owes a DONE of so many bytes; None when it owes nothing.
+        self.owed_nbytes: int | None = None
 
     def write(self, patience: Patience, *buffers: bytes | NDArray[np.generic]) -> None:
         """Send the buffers one after the other."""
@@ -74,16 +76,18 @@ class Channel:
 
     def read_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
         """Receive the mark that must come now. Raises PeerError with the reason for ENDED."""
-        self.check_mark(self.read(MARK.itemsize, patience).view(MARK)[0], kind, patience, nbytes)
+        self.check_mark(self.read(MARK.itemsize, patience).tobytes(), kind, patience, nbytes)
 
-    def check_mark(self, mark: np.void, kind: Kind, patience: Patience, nbytes: int) -> None:
+    def check_mark(self, mark: bytes, kind: Kind, patience: Patience, nbytes: int) -> None:
         """Accept a mark that arrived if it is the expected one, else raise as ``read_mark`` does."""
-        if mark["magic"] != MARK_MAGIC:
+        if mark == make_marks(kind, nbytes).tobytes():
+            return
+        magic, found, length = np.frombuffer(mark, MARK)[0].tolist()
+        if magic != MARK_MAGIC:
             raise malformed("bytes that are no mark", patience.peer)
-        if mark["kind"] == Kind.ENDED:
-            self.raise_reason(int(mark["nbytes"]), patience)
-        if mark["kind"] != kind or mark["nbytes"] != nbytes:
-            raise malformed(f"mark {mark['kind']} of {mark['nbytes']} bytes, not {kind.name}", patience.peer)
+        if found == Kind.ENDED:
+            self.raise_reason(length, patience)
+        raise malformed(f"mark {found} of {length} bytes, not {kind.name}", patience.peer)
 
     def raise_reason(self, nbytes: int, patience: Patience) -> NoReturn:
         if nbytes > MAX_REASON_NBYTES:
@@ -91,6 +95,17 @@ class Channel:
         reason = self.read(nbytes, patience).tobytes()
         self.is_in_step = True
         raise decode_reason(reason, patience.peer)
+
+    def settle(self, patience: Patience) -> bool:
+        """Take what the peer owes; False if the channel is of no more use. Raises at the limits."""
+        owed, self.owed_nbytes = self.owed_nbytes, None
+        try:
+            if owed is not None:
+                self.read_mark(Kind.DONE, patience, owed)
+        except (PeerError, TransportError):
+            return False
+        # Between requests the peer has nothing to say: input means that it hung up.
+        return not self.has_input()
 
     def has_input(self) -> bool:
         """The peer said something, or is gone; never waits."""

@@ -79,9 +79,7 @@ def digest_chunks(
     """
     if not len(nbytes):
         return ChunkDigests(np.zeros(len(chunk_start) - 1, np.int64)).digests()
-    sums = ChunkDigests(np.concatenate(([0], np.cumsum(nbytes)))[chunk_start[1:]])
-    if not len(nbytes):
-        return sums.digests()
+    sums = ChunkDigests(np.concatenate(([0], nbytes.cumsum()))[chunk_start[1:]])
     piece_nbytes, (piece_offset,) = split_pieces(nbytes, offset)
     pieces = Pieces(array, piece_offset, piece_nbytes)
     staging = thread_staging()

@@ -43,8 +43,9 @@ class Frames:
         self.array = array
         self.nbytes, (self.offset,) = split_pieces(nbytes, offset)
         self.starts = step_starts(self.nbytes, FRAME_NBYTES)
-        ends = np.concatenate(([0], np.cumsum(self.nbytes)))
-        self.frame_nbytes = np.diff(ends[self.starts])
+        ends = np.concatenate(([0], self.nbytes.cumsum()))
+        frame_ends = ends[self.starts]
+        self.frame_nbytes = frame_ends[1:] - frame_ends[:-1]
         self.total_nbytes = int(ends[-1])
         self.is_small = self.total_nbytes < SMALL_NBYTES * len(self.nbytes)
 
@@ -149,9 +150,9 @@ def receive_frames(channel: Channel, frames: Frames, patience: Patience, sums: C
     else:
         receive = _direct_receiver(channel, frames, marks, patience)
     for frame, nbytes in enumerate(frames.frame_nbytes.tolist()):
-        channel.check_mark(marks[frame], Kind.DATA, patience, nbytes)
+        channel.check_mark(marks[frame].tobytes(), Kind.DATA, patience, nbytes)
         receive(frame)
-    channel.check_mark(marks[-1], Kind.DONE, patience, frames.total_nbytes)
+    channel.check_mark(marks[-1].tobytes(), Kind.DONE, patience, frames.total_nbytes)
 
 
 def _direct_receiver(

@@ -3,7 +3,8 @@
 The peer does not see the reads, so the channel is the witness. The server says ENDED, or hangs
 up, before it lets its guard reuse the memory; the reader looks at the channel during the copy and
 once after its last read. Finding nothing there, it knows that no byte it read was of reused memory.
-One message before and one after a copy; docs/decisions/0053-admission-over-shm.md.
+The answer to the release is read when the channel is used next: by then it is known whether
+the release or an end came first. docs/decisions/0053-admission-over-shm.md.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def looking(channel: Channel, copy: Copy, part: Part, patience: Patience) -> Ite
         _raise_ended(channel, patience)
     with contextlib.suppress(TransportError):  # gone since then: what was read is none the worse
         channel.write_mark(Kind.RELEASE, patience)
+        channel.owed_nbytes = part.total_nbytes
         channel.is_in_step = True
 
 
@@ -78,7 +80,6 @@ def serve_look(channel: Channel, patience: Patience) -> None:
         channel.write_mark(Kind.ADMITTED, patience)
         patience.wait(poll)
         channel.read_mark(Kind.RELEASE, patience)
-        channel.is_in_step = True
     except BaseException as error:
         if isinstance(error, KVFerryError):
             limits = Patience(time.monotonic() + _TELL_SECONDS, (), patience.peer)

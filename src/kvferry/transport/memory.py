@@ -203,4 +203,4 @@ def _seal_problem(fd: int, nbytes: int) -> str | None:
 
 def address_of(array: NDArray[Any]) -> int:
     """Where the first byte of an array lies in this process."""
-    return int(array.__array_interface__["data"][0])
+    return int(array.ctypes.data)

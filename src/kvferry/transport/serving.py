@@ -125,10 +125,9 @@ class Serving:
         except KVFerryError as error:
             forget_locals(error)
             self._refuse(channel, operation, error)
-        except Exception as error:  # noqa: BLE001 - the guard is the caller's code; logged, ends the channel
+        except Exception as error:  # noqa: BLE001 - the guard is the caller's code; logged, and told
             _log.exception("%s: serving a request failed", self._peer)
             self._refuse(channel, operation, LocalError(f"the other side failed: {type(error).__name__}"))
-            channel.is_in_step = False
 
     def _admit_and_serve(self, channel: Channel, request: Request) -> None:
         direction = Direction.WRITE if request.operation is Operation.WRITE else Direction.READ
@@ -143,8 +142,8 @@ class Serving:
             handler(channel, request, patience)
         finally:
             guard.leave(request.transfer_id)
-        if direction is Direction.WRITE:
-            # It has landed: that the grant ends from here on is for the protocol to say.
+        if request.operation is not Operation.READ:
+            # The copy is over: that the grant ends from here on is for the protocol to say.
             patience = Patience(deadline, (self._ended,), self._peer)
             channel.write_mark(Kind.DONE, patience, int(request.nbytes.sum()))
             channel.is_in_step = True

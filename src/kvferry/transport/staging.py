@@ -36,7 +36,10 @@ def step_starts(nbytes: Int64, step_nbytes: int = STEP_NBYTES) -> Int64:
     """
     if not len(nbytes):
         return np.zeros(1, np.int64)
-    window = (np.cumsum(nbytes) - nbytes) // step_nbytes
+    ends = nbytes.cumsum()
+    if ends[-1] <= step_nbytes:
+        return np.array([0, len(nbytes)])
+    window = (ends - nbytes) // step_nbytes
     borders = np.flatnonzero(window[1:] != window[:-1]) + 1
     return np.concatenate(([0], borders, [len(nbytes)])).astype(np.int64)
 
@@ -66,7 +69,7 @@ class Pieces:
         item = int(nbytes[0]) if is_uniform else int(np.gcd.reduce(nbytes))
         self._all = _Items(array, offset, nbytes, item) if is_uniform or item >= FEW_ITEM_NBYTES else None
         # Where each piece's items begin among all items.
-        self._first = None if is_uniform else np.concatenate(([0], np.cumsum(nbytes // item)))
+        self._first = None if is_uniform else np.concatenate(([0], (nbytes // item).cumsum()))
 
     def gather(self, first: int, last: int, out: Bytes) -> None:
         """Copy pieces ``first`` to ``last - 1``, in order, into ``out``, which holds exactly their bytes."""
@@ -96,7 +99,7 @@ class _Items:
         self._windows = as_strided(
             array[:item].view(self._dtype), shape=(array.nbytes - item + 1,), strides=(1,)
         )
-        self._rows = None if np.any(self._start % item) else self._start // item
+        self._rows = None if (self._start % item).any() else self._start // item
         self._table = array[: array.nbytes // item * item].view(self._dtype)
 
     def gather(self, run: slice, out: Bytes) -> None:
@@ -113,8 +116,8 @@ class _Items:
 
 def _item_starts(offset: Int64, nbytes: Int64, item: int) -> Int64:
     counts = nbytes // item
-    if np.all(counts == 1):
+    if (counts == 1).all():
         return offset
-    first = np.cumsum(counts) - counts
+    first = counts.cumsum() - counts
     within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(first, counts)
     return np.repeat(offset, counts) + within * item

@@ -51,8 +51,8 @@ class Part:
 
 def chunk_nbytes(plan: CopyPlan) -> Int64:
     """Bytes of each chunk of a plan, int64."""
-    ends = np.concatenate(([0], np.cumsum(plan.nbytes)))
-    return np.diff(ends[plan.chunk_start])
+    ends = np.concatenate(([0], plan.nbytes.cumsum()))[plan.chunk_start]
+    return ends[1:] - ends[:-1]
 
 
 def split_copy(copy: Copy, direction: Direction, here_nbytes: int, peer: str, streams: int = 1) -> list[Part]:
@@ -73,10 +73,12 @@ def split_copy(copy: Copy, direction: Direction, here_nbytes: int, peer: str, st
             now_true="nothing was moved",
             next_step="make the plan with the layout of this memory",
         )
-    ends = np.concatenate(([0], np.cumsum(plan.nbytes)))
+    ends = np.concatenate(([0], plan.nbytes.cumsum()))
     chunk_at = ends[plan.chunk_start]
     total = int(ends[-1])
     count = lanes_for(total, streams)
+    if count == 1 and len(plan.nbytes) <= _PART_PIECES:
+        return [Part(here, there, plan.nbytes, chunk_at[1:], plan.chunk_id)] if total else []
     share = np.minimum(chunk_at[:-1] * count // max(total, 1), count - 1)
     window = plan.chunk_start[:-1] // _PART_PIECES
     cut = np.flatnonzero((share[1:] != share[:-1]) | (window[1:] != window[:-1])) + 1
@@ -106,7 +108,7 @@ def split_pieces(nbytes: Int64, *offsets: Int64, limit: int = STEP_NBYTES) -> tu
     if not len(nbytes) or int(nbytes.max()) <= limit:
         return nbytes, offsets
     counts = np.maximum(-(-nbytes // limit), 1)
-    first = np.cumsum(counts) - counts
+    first = counts.cumsum() - counts
     within = (np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(first, counts)) * limit
     sizes = np.minimum(np.repeat(nbytes, counts) - within, limit)
     return sizes, tuple(np.repeat(offset, counts) + within for offset in offsets)
@@ -116,4 +118,4 @@ def first_outside(offset: Int64, nbytes: Int64, limit: int) -> int | None:
     """Index of the first piece that is empty or does not lie inside [0, limit); None if all do."""
     # No sum of two numbers from the peer: it could wrap around.
     bad = (nbytes < 1) | (offset < 0) | (nbytes > limit) | (offset > limit - np.minimum(nbytes, limit))
-    return int(np.argmax(bad)) if np.any(bad) else None
+    return int(bad.argmax()) if bad.any() else None

@@ -50,7 +50,7 @@ def iovecs(address: int, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -
     vector["base"] = offset
     vector["base"] += np.uint64(address)
     vector["nbytes"] = nbytes
-    return vector if np.all(nbytes > 0) else vector[nbytes > 0]
+    return vector if (nbytes > 0).all() else vector[nbytes > 0]
 
 
 def merge_touching(vector: IOVecs) -> IOVecs:
@@ -70,7 +70,7 @@ class _Cursor:
 
     def __init__(self, vector: IOVecs) -> None:
         self.vector = vector
-        self.ends = np.cumsum(vector["nbytes"], dtype=np.int64)
+        self.ends = vector["nbytes"].astype(np.int64).cumsum()
         self.total = int(self.ends[-1]) if len(vector) else 0
         self.done = 0
         self.index = 0
@@ -78,13 +78,13 @@ class _Cursor:
 
     def next_call(self) -> tuple[int, int]:
         """Address and number of the entries for the next call: at least one, at most IOV_MAX."""
-        last = int(np.searchsorted(self.ends, self.done + CALL_NBYTES, side="right"))
+        last = int(self.ends.searchsorted(self.done + CALL_NBYTES, side="right"))
         count = min(max(last - self.index, 1), IOV_MAX)
         return self._address + self.index * IOVEC.itemsize, count
 
     def advance(self, nbytes: int) -> None:
         self.done += nbytes
-        index = int(np.searchsorted(self.ends, self.done, side="right"))
+        index = int(self.ends.searchsorted(self.done, side="right"))
         if index < len(self.vector):
             into = self.done - (int(self.ends[index - 1]) if index else 0)
             cut = nbytes if index == self.index else into

@@ -5,7 +5,7 @@
 
 read     asker: request                        server: DATA frame DATA frame ... DONE, or ENDED
 write    asker: request DATA frame ... DONE    server: DONE, or ENDED at any time
-look     asker: request ... RELEASE            server: ADMITTED, or ENDED at any time
+look     asker: request ... RELEASE            server: ADMITTED ... DONE, or ENDED at any time
 
 ``look`` admits the asker to read the server's memory itself. ENDED is followed by a reason of as
 many bytes as its mark says. All integers are little-endian; tables are int64. Every number is
