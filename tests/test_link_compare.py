@@ -24,8 +24,10 @@ from kvferry.link import (
     fit_link,
     merge_links,
     preset_links,
+    samples_needed,
     summarise,
 )
+from kvferry.link.diff import uncertainty
 from link_kit import BLOCKS, GOOD, KIB, MARCH, MAY, MIB, SIZES, Cost, line, links, profile, sweep
 
 
@@ -81,6 +83,24 @@ def test_a_change_within_the_noise_is_no_drift() -> None:
         (drift,) = diff_links(links(pairs[0]), links(pairs[1])).drifts
         assert drift.verdict is verdict
         assert drift.changes[0].change == pytest.approx(0.15, abs=0.01)
+
+
+def test_uncertainty_is_that_of_a_median() -> None:
+    """Copies that scatter around a line: 1.25 deviations over the root of their number, 1 % at least."""
+    exact = sweep(repeats=1, sizes=SIZES[:4])
+    scattered = [
+        msgspec.structs.replace(sample, seconds=sample.seconds * ratio)
+        for sample in exact
+        for ratio in (0.5, 1, 2)
+    ]
+    fit = fit_link(scattered)
+    (spread,) = fit.spreads
+    assert fit.median_error == pytest.approx(0.0, abs=1e-5)
+    assert spread.p95 == pytest.approx(2.0)
+    count = len(scattered)
+    assert count < samples_needed(0.99)
+    assert uncertainty(fit, MIB) == pytest.approx(1.2533 * (2 - 1) / 1.645 / count**0.5, rel=1e-3)
+    assert uncertainty(fit_link(exact), MIB) == 0.01
 
 
 def test_pairs_of_one_file_only_are_named() -> None:
@@ -248,6 +268,13 @@ def mesh(costs: dict[tuple[str, str], Cost], **fields: dict[tuple[str, str], str
 def test_a_class_of_equals_has_no_outlier() -> None:
     """Noise alone names nobody."""
     assert find_outliers(mesh({})) == ()
+
+
+@pytest.mark.parametrize(("times", "count"), [(1.15, 0), (1.4, 1)])
+def test_slow_is_a_quarter_above_the_median(times: float, count: int) -> None:
+    """A pair 15 % above its class is not called slow, one 40 % above is."""
+    cost = line(50e-6 * times, 2e-6 * times, 5e9 / times)
+    assert len(find_outliers(mesh({("n0", "n1"): cost}))) == count
 
 
 def test_one_slow_direction_is_named() -> None:

@@ -287,10 +287,47 @@ def test_small_copies_keep_their_own_spread() -> None:
     ]
     fit = fit_link(samples)
     assert [band.up_to_nbytes for band in fit.spreads] == [64 * KIB, 64 * MIB]
+    assert fit.spread_at(64 * KIB) is fit.spreads[0]
+    assert fit.spread_at(64 * KIB + 1) is fit.spread_at(10**12) is fit.spreads[1]
     small = fit.predict_quantile(0.95, 64 * KIB, 8) / fit.predict(64 * KIB, 8)
     large = fit.predict_quantile(0.95, 64 * MIB, 8) / fit.predict(64 * MIB, 8)
     assert small == pytest.approx(math.exp(0.5 * 1.645), rel=0.25)
     assert large == pytest.approx(math.exp(0.02 * 1.645), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("counts", "bands"),
+    [((70, 70, 10), [70, 80]), ((10, 70, 70), [80, 70]), ((30, 30, 30), [90]), ((30, 30, 6), [66])],
+)
+def test_bands_hold_the_copies_that_a_p99_needs(counts: tuple[int, ...], bands: list[int]) -> None:
+    """Neighbouring sizes are joined until a band has 67 copies; a rest joins the last; few are one band."""
+    samples = [
+        copy(nbytes, 1, 1e-3 * nbytes / MIB)
+        for nbytes, count in zip((MIB, 2 * MIB, 4 * MIB), counts, strict=True)
+        for _ in range(count)
+    ]
+    fit = fit_link(samples)
+    assert [band.samples for band in fit.spreads] == bands
+    assert fit.spreads[-1].up_to_nbytes == 4 * MIB
+
+
+def test_a_faster_second_regime_is_never_promised_below_the_first() -> None:
+    """Where the start cost falls at the knee, larger copies are predicted no faster than those below it."""
+    span = Span(low=1, high=10**9)
+    fit = LinkFit(
+        a_seconds=1e-2,
+        o_seconds=1e-6,
+        bytes_per_second=1e9,
+        samples=9,
+        nbytes=span,
+        descriptors=span,
+        block_bytes=span,
+        knee=Knee(from_nbytes=10**6, a_seconds=1e-4, o_seconds=1e-6, bytes_per_second=1e9),
+    )
+    at_knee = 1e-2 + 1e-6 * 10 + 1e-3
+    assert fit.predict(10**6 - 1, 10) == pytest.approx(at_knee, rel=1e-5)
+    assert fit.predict(10**6, 10) == fit.predict(5 * 10**6, 10) == pytest.approx(at_knee)
+    assert fit.predict(10**8, 10) == pytest.approx(1e-4 + 1e-5 + 0.1)
 
 
 @pytest.mark.parametrize(("repeats", "q"), [(12, 0.95), (66, 0.99)])
