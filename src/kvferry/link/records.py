@@ -207,11 +207,17 @@ class LinkFit(Line, frozen=True, kw_only=True):
         spread = self.spread_at(nbytes)
         if spread is None:
             raise NoPlanError("the spread of this fit was not kept", next_step="probe the pair again")
-        seconds = typical * spread.ratio(q)
+        ratio = spread.ratio(q)
+        if nbytes > spread.up_to_nbytes:
+            # Beyond what was measured, stalls of the many parts of a copy average out as they do
+            # for independent parts: what exceeds p50 grows with the root of the time.
+            measured = self.at_least(spread.up_to_nbytes, descriptors)
+            ratio = spread.p50 + (ratio - spread.p50) * math.sqrt(measured / typical)
+        seconds = typical * ratio
         # Relative spread shrinks with size; the bound over the smaller bands keeps the answer monotone.
         for band in itertools.takewhile(lambda band: band is not spread, self.spreads):
-            if (ratio := band.ratio_or_none(q)) is not None:
-                seconds = max(seconds, self.at_least(band.up_to_nbytes, descriptors) * ratio)
+            if (smaller := band.ratio_or_none(q)) is not None:
+                seconds = max(seconds, self.at_least(band.up_to_nbytes, descriptors) * smaller)
         return seconds
 
     def spread_at(self, nbytes: int) -> Spread | None:
