@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import struct
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from kvferry.transport.shm import ShmTransport
 from transport_raw import (
     POOL_NBYTES,
     greet,
+    offer,
     raw_socket,
     read_to_end,
     shm_address,
@@ -89,21 +89,6 @@ def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     loop.run(listener.close())
     loop.close()
     memory.close()
-
-
-def offer(**says: object) -> bytes:
-    values = {"magic": b"KVFO", "fd": 0, "own": 1, "zero": 0, "nbytes": 4096} | says
-    return struct.pack(
-        "<4sBBHQQQ16s",
-        values["magic"],
-        values["fd"],
-        values["own"],
-        values["zero"],
-        values["nbytes"],
-        0,
-        0,
-        bytes(16),
-    )
 
 
 def memfd(nbytes: int, seals: int = 0) -> int:

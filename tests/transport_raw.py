@@ -59,12 +59,30 @@ def greet(role: int, token: bytes = bytes(16), magic: bytes = b"KVFERRY", versio
     return struct.pack("<7sBB16s", magic, version, role, token)
 
 
+def offer(**says: object) -> bytes:
+    values = {"magic": b"KVFO", "fd": 0, "own": 1, "zero": 0, "nbytes": 4096} | says
+    return struct.pack(
+        "<4sBBHQQQ16s",
+        values["magic"],
+        values["fd"],
+        values["own"],
+        values["zero"],
+        values["nbytes"],
+        0,
+        0,
+        bytes(16),
+    )
+
+
 def connection_token(sock: socket.socket) -> bytes:
-    """Become a tcp connection by hand; the token of it."""
+    """Become a connection by hand; the token of it."""
     sock.sendall(greet(1))
-    answer = b""
-    while len(answer) < 25:
-        answer += sock.recv(25 - len(answer))
+    if sock.family == socket.AF_UNIX:
+        sock.sendall(offer())
+    answer = sock.recv(25, socket.MSG_WAITALL)
+    if sock.family == socket.AF_UNIX:
+        for fd in socket.recv_fds(sock, 1 << 10, 4)[1]:
+            os.close(fd)
     return answer[9:]
 
 

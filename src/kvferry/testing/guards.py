@@ -31,12 +31,13 @@ class ScriptedGuard:
     """Admits everything until told otherwise.
 
     ``refusal`` is raised by ``enter`` while it is set. ``on_enter`` is called with each token
-    before it is returned.
+    before it is returned, ``on_leave`` when a copy leaves.
     """
 
     def __init__(self) -> None:
         self.refusal: KVFerryError | None = None
         self.on_enter: Callable[[CancelToken], None] | None = None
+        self.on_leave: Callable[[], None] | None = None
         self.entered: list[Entered] = []
         self.landed_copies: list[tuple[bytes, Arrived]] = []
         self.tokens: list[CancelToken] = []
@@ -63,6 +64,8 @@ class ScriptedGuard:
             self.landed_copies.append((transfer_id, arrived))
 
     def leave(self, transfer_id: bytes) -> None:  # noqa: ARG002 - the signature is Guard's
+        if self.on_leave is not None:
+            self.on_leave()
         with self._changed:
             self.num_active -= 1
             self._changed.notify_all()

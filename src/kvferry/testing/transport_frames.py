@@ -107,6 +107,22 @@ class FrameTests(TransportFixture):
 
         assert pair.loop.run(run()) == frames
 
+    def test_a_close_flushes_past_unread_frames(self, pair: TransportPair) -> None:
+        """Megabytes unread in both directions: the closing side's frames still all arrive."""
+        closing, peer = (side.connection for side in pair.sides)
+        frames = [bytes([i]) * 1_000_000 for i in range(6)]
+
+        async def run() -> list[bytes]:
+            unread = [asyncio.ensure_future(peer.send(bytes(500_000))) for _ in range(6)]
+            sending = [asyncio.ensure_future(closing.send(frame)) for frame in frames]
+            await asyncio.sleep(0.05)  # the sockets of both fill up
+            ending = asyncio.ensure_future(closing.close())
+            received = [await peer.receive() for _ in frames]
+            await asyncio.gather(ending, *sending, *unread, return_exceptions=True)
+            return received
+
+        assert pair.loop.run(run()) == frames
+
     def test_after_a_close_nothing_goes(self, pair: TransportPair) -> None:
         """On a closed connection, and at its peer, send and receive raise TransportError."""
 

@@ -61,7 +61,6 @@ def serve_write(channel: Channel, array: Bytes, request: Request, patience: Pati
     frames = Frames(array, request.offset, request.nbytes)
     sums = ChunkDigests(request.chunk_end) if request.integrity else None
     receive_frames(channel, frames, patience, sums)
-    patience.check()
     guard.landed(
         request.transfer_id,
         Arrived(
