@@ -14,7 +14,7 @@ from kvferry.testing.guards import ScriptedGuard
 from kvferry.testing.plans import expected_digests, make_plan, random_plan
 from kvferry.testing.transport_pair import WAIT_SECONDS, LoopThread, TransportPair
 from kvferry.transport import shm_offer
-from kvferry.transport.base import Direction, Memory
+from kvferry.transport.base import Connection, Direction, Memory
 from kvferry.transport.memory import create_shared, private
 from kvferry.transport.shm import ShmTransport
 from transport_raw import (
@@ -79,13 +79,15 @@ def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     """The kernel's word about the peer's user decides, at both sides."""
     loop, memory = LoopThread(), create_shared(POOL_NBYTES)
     transport = ShmTransport(memory, ScriptedGuard())
-    listener = loop.run(transport.listen(shm_address(), lambda _connection: pytest.fail("accepted")))
+    accepted: list[Connection] = []
+    listener = loop.run(transport.listen(shm_address(), accepted.append))
     monkeypatch.setattr(shm_offer.os, "geteuid", lambda: 12_345)
     with pytest.raises(PeerError, match="user") as caught:
         loop.run(transport.connect(listener.address, WAIT_SECONDS))
     assert caught.value.next_step
     with raw_socket(listener.address) as sock:
         assert read_to_end(sock) == b""
+    assert accepted == []
     loop.run(listener.close())
     loop.close()
     memory.close()

@@ -37,7 +37,8 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="kvferry test loop")
+        # A daemon, so that a test that fails before it closes the loop does not keep pytest from ending.
+        self._thread = threading.Thread(target=self.loop.run_forever, name="kvferry test loop", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
