@@ -60,6 +60,7 @@ class Payload:
         self._cancel = CancelToken()
         self._when_quiet: Callable[[], None] | None = None
         self._moved: list[Part] = []
+        self._planned: tuple[tuple[Part, int, int], CopyPlan] | None = None
         self.exported: asyncio.Future[DigestTable] | None = None
         self._vouching: asyncio.Future[DigestTable] | None = None
         self.is_copying = False
@@ -82,6 +83,16 @@ class Payload:
     def plan(self, part: Part = WHOLE, *, held_tokens: int | None = None) -> CopyPlan:
         """The copies of one part, the same at both sides: the session's portions, in prefill's order."""
         session = self._session
+        held = session.held_tokens if held_tokens is None else held_tokens
+        # The whole is asked for by the grant, the copy, the digests and the last check.
+        wanted = (part, held, session.tokens)
+        planned = self._planned  # read once: a copy thread may ask for another part meanwhile
+        if planned is None or planned[0] != wanted:
+            planned = self._planned = (wanted, self._make_plan(part, held))
+        return planned[1]
+
+    def _make_plan(self, part: Part, held_tokens: int) -> CopyPlan:
+        session = self._session
         assert session.peer is not None
         ours = (session.config.layout, session.tables)
         theirs = (session.peer.party.layout, session.peer_tables)
@@ -91,7 +102,7 @@ class Payload:
             src,
             dst,
             session.tokens,
-            first_token=session.held_tokens if held_tokens is None else held_tokens,
+            first_token=held_tokens,
             layers=part.layers,
             token_range=part.token_range,
         )
@@ -254,10 +265,9 @@ class Payload:
         return join_digests([digest_plan(memory, plan)])
 
     def _vouched(self, digests: asyncio.Future[DigestTable]) -> None:
-        session = self._session
+        session, error = self._session, digests.exception()
         if session.machine.phase is not Phase.VOUCHING:
-            return
-        error = digests.exception()
+            return  # something else ended it meanwhile
         if error is None:
             session.feed(Event.VOUCHED)
         else:
