@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvferry.model import ModelShape
     from kvferry.size import KVSize, kv_size
     from kvferry.state import ExecutionState, Requirements
-    from kvferry.transfer import Endpoint, Pool
+    from kvferry.transfer import Endpoint, Pool, RankGroup
 
 __all__ = [
     "BlockTable",
@@ -24,6 +24,7 @@ __all__ = [
     "ModelShape",
     "Pool",
     "PoolLayout",
+    "RankGroup",
     "Requirements",
     "__version__",
     "kv_size",
@@ -37,6 +38,7 @@ _HOME = {
     "ModelShape": "model",
     "Pool": "transfer",
     "PoolLayout": "layout",
+    "RankGroup": "transfer",
     "Requirements": "state",
     "kv_size": "size",
 }

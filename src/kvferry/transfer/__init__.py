@@ -1,9 +1,26 @@
 """Endpoints: the one way to move a request's KV and state between workers."""
 
+from kvferry.transfer.bundle import Bundle, read_bundle
 from kvferry.transfer.calls import Stats, Timeouts
 from kvferry.transfer.endpoint import Endpoint
+from kvferry.transfer.group import RankGroup
+from kvferry.transfer.group_moves import GroupMove, GroupPush
 from kvferry.transfer.handles import Move, Push
 from kvferry.transfer.pool import Pool
 from kvferry.transfer.trace import Timings, TransferRecord
 
-__all__ = ["Endpoint", "Move", "Pool", "Push", "Stats", "Timeouts", "Timings", "TransferRecord"]
+__all__ = [
+    "Bundle",
+    "Endpoint",
+    "GroupMove",
+    "GroupPush",
+    "Move",
+    "Pool",
+    "Push",
+    "RankGroup",
+    "Stats",
+    "Timeouts",
+    "Timings",
+    "TransferRecord",
+    "read_bundle",
+]

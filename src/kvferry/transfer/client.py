@@ -115,7 +115,8 @@ class NodeClient:
                 raise self._gone() from error
 
     def _read_all(self) -> None:
-        with self._sock.makefile("rb") as stream:
+        # A node that ends before it has read all of our calls resets the socket: an end like another.
+        with contextlib.suppress(ConnectionError), self._sock.makefile("rb") as stream:
             while len(header := stream.read(FRAME.size)) == FRAME.size:
                 (nbytes,) = FRAME.unpack(header)
                 body = stream.read(nbytes)

@@ -8,12 +8,13 @@ come from the same interval.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from kvferry.protocol.table import Phase
 
-__all__ = ["PhaseClock", "Timings", "TransferRecord"]
+__all__ = ["PhaseClock", "Timings", "TransferRecord", "combined"]
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +55,35 @@ class TransferRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def bytes_per_second(self) -> float:
         """Payload rate over the time that the transport spent copying; 0 when nothing moved here."""
         return self.nbytes / self.timings.copy if self.timings.copy > 0 else 0.0
+
+
+def combined(records: Sequence[TransferRecord]) -> TransferRecord:
+    """The records of several pairs of ranks as one transfer's.
+
+    Counts are added up, and so is ``copy``: the rate is bytes over time spent copying, never more
+    than one pair reached. Pairs go side by side, so of each other time it is the longest.
+    """
+    first = records[0]
+    times = [msgspec.structs.asdict(record.timings) for record in records]
+    longest = {name: max(time[name] for time in times) for name in times[0]}
+
+    def names(field: str) -> str:
+        return ", ".join(dict.fromkeys(getattr(record, field) for record in records))
+
+    def total(field: str) -> int:
+        return sum(getattr(record, field) for record in records)
+
+    return msgspec.structs.replace(
+        first,
+        peer=names("peer"),
+        transport=names("transport"),
+        path=names("path"),
+        nbytes=total("nbytes"),
+        descriptors=total("descriptors"),
+        chunks=total("chunks"),
+        state_nbytes=total("state_nbytes"),
+        timings=Timings(**longest | {"copy": sum(time["copy"] for time in times)}),
+    )
 
 
 _PARTS = {
