@@ -142,6 +142,17 @@ def test_a_guard_that_fails_is_reported_and_logged(
     still_serves(pair)
 
 
+def test_channels_that_the_peer_closed_are_replaced(pair: TransportPair) -> None:
+    """A server may give up idle channels; the next copies open new ones, from either side."""
+    for asking, other in (pair.sides, pair.sides[::-1]):
+        asking.copy(Direction.READ, make_plan([0], [0], [4096]))
+        other.guard.wait_until_idle()
+        other.connection._serving.shut()
+        other.connection._serving.join()
+        arrived = asking.copy(Direction.READ, make_plan([0], [0], [4096]))
+        assert arrived.nbytes == 4096
+
+
 def test_a_callback_that_fails_costs_only_its_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -155,6 +155,19 @@ def test_parts_are_whole_chunks_in_order(sizes: list[int], num_chunks: int, stre
         assert all(p.total_nbytes == p.nbytes.sum() for p in parts)
 
 
+@pytest.mark.parametrize(
+    ("mib", "streams", "expected"), [(16, 3, 3), (16, 1, 1), (9, 4, 2), (3, 4, 1), (8, 2, 2)]
+)
+def test_large_plans_are_spread_over_streams(mib: int, streams: int, expected: int) -> None:
+    """Each stream gets about its share, at least 4 MiB; a smaller copy gets fewer."""
+    size = 1 << 20
+    offsets = [i * size for i in range(mib)]
+    plan = make_plan(offsets, offsets, [size] * mib, [*range(mib + 1)])
+    parts = split_copy(Copy(bytes(16), plan, time.monotonic()), Direction.READ, mib * size, "peer", streams)
+    assert len(parts) == expected
+    assert max(part.total_nbytes for part in parts) - min(part.total_nbytes for part in parts) <= size
+
+
 def test_a_plan_of_many_pieces_is_cut_into_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request has more pieces than a peer accepts, and none is lost."""
     monkeypatch.setattr(table, "MAX_PIECES", 100)

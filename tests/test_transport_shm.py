@@ -61,6 +61,20 @@ def test_memory_that_cannot_be_read_is_said_and_only_a_read_fails() -> None:
     pair.close()
 
 
+def test_shm_says_why_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works here; where memfd_create is forbidden, the reason comes with the way out."""
+    assert ShmTransport.unavailable() is None
+
+    def forbidden(*_arguments: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    why = ShmTransport.unavailable()
+    assert why is not None
+    assert "Operation not permitted" in why
+    assert "use tcp" in why
+
+
 def test_a_path_that_was_asked_for_must_be_there() -> None:
     """``?path=mapped`` to private memory fails at connect, and nothing is held."""
     loop = LoopThread()

@@ -89,6 +89,22 @@ class FrameTests(TransportFixture):
         assert given_up > 0
         assert received == frame
 
+    def test_unread_frames_hold_their_sender_back(self, steady_pair: TransportPair) -> None:
+        """A peer that does not receive is not sent without end: memory is bounded, and nothing is lost."""
+        sender, receiver = (side.connection for side in steady_pair.sides)
+        frames = [bytes([i]) * 1_000_000 for i in range(60)]
+
+        async def run() -> tuple[int, list[bytes]]:
+            sending = [asyncio.ensure_future(sender.send(frame)) for frame in frames]
+            _, held_back = await asyncio.wait(sending, timeout=0.5)
+            received = [await receiver.receive() for _ in frames]
+            await asyncio.gather(*sending)
+            return len(held_back), received
+
+        num_held_back, received = steady_pair.loop.run(run())
+        assert received == frames
+        assert num_held_back > 20
+
     def test_what_was_sent_before_a_close_arrives(self, pair: TransportPair) -> None:
         """A close flushes: the peer receives every frame, then learns that it is over."""
         sender, receiver = (side.connection for side in pair.sides)

@@ -68,14 +68,16 @@ def create_shared(nbytes: int) -> Memory:
     """
     if nbytes <= 0:
         raise InputError(f"nbytes: a pool holds at least one byte, not {nbytes}")
-    fd = _memfd()
+    fd = None
     try:
+        fd = _memfd()
         os.ftruncate(fd, _file_nbytes(nbytes))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         array, reserved, lead = _map(fd, nbytes, True)
         _touch(reserved, lead, nbytes)
     except OSError as error:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
         raise CapacityError(
             f"no shared memory of {nbytes} bytes: {error.strerror}",
             next_step="ask for less, or free memory on this host",

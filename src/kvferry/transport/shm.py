@@ -14,7 +14,7 @@ import socket
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import InputError, KVFerryError, LocalError, TransportError
+from kvferry.errors import CapacityError, InputError, KVFerryError, LocalError, TransportError
 from kvferry.transport.address import Address, parse_address
 from kvferry.transport.base import Connection, Copy, Direction, Guard, Listener, Memory, OnConnection
 from kvferry.transport.channel import Channel
@@ -23,6 +23,7 @@ from kvferry.transport.copying import run_lanes
 from kvferry.transport.greeting import Role, cannot_connect, closing_on_failure, connect_timed_out, join
 from kvferry.transport.listening import BACKLOG, SocketListener
 from kvferry.transport.look import looking, serve_look
+from kvferry.transport.memory import create_shared
 from kvferry.transport.patience import Patience
 from kvferry.transport.serving import Handler
 from kvferry.transport.shared_copy import Mapped, Source, copy_part, copy_strided
@@ -118,6 +119,14 @@ class ShmTransport(SocketTransport):
     def __init__(self, memory: Memory, guard: Guard) -> None:
         super().__init__(memory, guard)
         self._cookie = Cookie()
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        try:
+            create_shared(1).close()
+        except CapacityError as error:
+            return f"{error.message}; allow memfd_create, or use tcp"
+        return None
 
     async def listen(self, address: str, on_connection: OnConnection) -> Listener:
         parsed = _parse(address)
