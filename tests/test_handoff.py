@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,7 +71,9 @@ def worker(opened: Callable[..., Endpoint]) -> Opened:
             engine.pool.allocate(engine.pool.num_free_blocks)
         )
         engine.pool.free(shuffled)
-        address = "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://handoff-{next(_names)}"
+        address = (
+            "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://handoff-{os.getpid()}-{next(_names)}"
+        )
         endpoint = opened(
             layout, address, pool=pool, requirements=engine.requirements(), process=process, timeouts=QUICK
         )

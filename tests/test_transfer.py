@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -43,7 +44,7 @@ def layout(block_size: int = 8, **changes: object) -> PoolLayout:
 
 
 def address(scheme: str) -> str:
-    return "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://test-{next(_names)}"
+    return "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://test-{os.getpid()}-{next(_names)}"
 
 
 def table(block_size: int, seed: int, tokens: int = TOKENS, num_blocks: int = 64) -> BlockTable:
