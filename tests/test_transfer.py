@@ -228,6 +228,26 @@ def test_unfit_pairs_are_refused_by_name(opened: Opened, scheme: str) -> None:
     wait_until(lambda: is_idle(prefill))
 
 
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("change", [{"kv_heads": 1}, {"kv_heads": 1, "head_start": 1}, {"layers": 2}])
+def test_a_peer_that_holds_a_part_only_is_refused(opened: Opened, mode: Mode, change: dict[str, int]) -> None:
+    """Prefill's rank has some of the heads or layers that decode has: refused by name before a byte moves."""
+    options = {"kv_heads": 2, "head_dim": 16, "dtype": "float32", "block_size": 8, "num_blocks": 64}
+    options |= {name: value for name, value in change.items() if name != "layers"}
+    part = PoolLayout.paged(range(change.get("layers", 3)), **options)  # type: ignore[arg-type]
+    prefill, decode = opened(part, address("tcp")), opened(layout(), address("tcp"))
+    if mode is Mode.PULL:
+        ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
+        arrived = decode.pull(ticket, table(8, 3))
+    else:
+        ticket = decode.reserve("r", TOKENS, table(8, 3))
+        arrived = decode.arrival(ticket)
+        prefill.push(ticket, table(8, 2), tokens=TOKENS)
+    with pytest.raises(IncompatibleError, match=r"head|layer"):
+        arrived.result()
+    wait_until(lambda: is_idle(prefill) and is_idle(decode))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_expired_ticket(opened: Opened, scheme: str) -> None:
     """A ticket whose lease has ended is refused with the reason, and prefill's blocks are free."""

@@ -6,6 +6,7 @@ reservation, the lease, what was seen before, and what arrived.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvferry.errors import CorruptError, IncompatibleError, PeerError
-from kvferry.layout import BlockTable, GroupLayout, PoolLayout
+from kvferry.layout import BlockTable, GroupLayout, PoolLayout, rank_plan
 from kvferry.protocol.ticket import Mode
 from kvferry.state import (
     Arrival,
@@ -46,6 +47,9 @@ def before_move(session: Session, requirements: Requirements | None, known: bool
     engine (a probe) there is no state to check. Raises what the failed check says.
     """
     _agree_on_tokens(session)
+    if not session.portions:
+        assert session.peer is not None
+        _covers_all(session.peer.party.layout, session.config.layout)
     if session.mode is Mode.PUSH and not session.state and session.commit is None:
         return newest_attempt
     if requirements is None:
@@ -90,6 +94,23 @@ def before_visible(
         lease_seconds_left=session.lease_deadline - time.monotonic(),
     )
     check_after_move(_of_this_rank(session, state), requirements, arrival)
+
+
+@functools.lru_cache(maxsize=64)
+def _covers_all(prefill: PoolLayout, decode: PoolLayout) -> None:
+    """Raise IncompatibleError unless prefill's one rank holds every layer and head that decode's holds.
+
+    A plan moves what both hold; the rest would stay whatever lay in decode's blocks before. Ranks
+    that hold a part each are a ``RankGroup``, which claims portions and checks their union.
+    """
+    try:
+        rank_plan((prefill,), (decode,))
+    except IncompatibleError as error:
+        raise error.with_context(
+            phase="check",
+            now_true="nothing moved; decode's blocks are free; prefill keeps its copy",
+            next_step="hand over from all of prefill's ranks together, by RankGroup",
+        ) from None
 
 
 def _agree_on_tokens(session: Session) -> None:
