@@ -43,8 +43,9 @@ class ReferenceEngine(EngineAdapter):
 
     Args:
         model: weights, configuration and tokenizer.
-        layout: see ``PagedPool``; layers, KV heads and head size have to be the model's.
-        memory: uint8, flat, at least ``layout.nbytes``; allocated here when None.
+        layout: see ``PagedPool``; layers, KV heads and head size have to be the model's. With one
+            for each rank of a tensor or pipeline parallel worker, the ranks are simulated here.
+        memory: uint8, flat, at least ``layout.nbytes``, one for each rank; allocated here when None.
         chunk_tokens: prompt tokens of one ``prefill`` call.
 
     Raises LocalError for a layout that does not hold the model's KV.
@@ -53,16 +54,16 @@ class ReferenceEngine(EngineAdapter):
     def __init__(
         self,
         model: Model,
-        layout: PoolLayout,
-        memory: NDArray[np.uint8] | None = None,
+        layout: PoolLayout | Sequence[PoolLayout],
+        memory: NDArray[np.uint8] | Sequence[NDArray[np.uint8]] | None = None,
         *,
         chunk_tokens: int = 256,
     ) -> None:
-        _check_layout(model, layout)
         if chunk_tokens < 1:
             raise InputError(f"chunk_tokens: {chunk_tokens} is less than 1")
         self.model = model
-        self.pool = PagedPool(layout, np.zeros(layout.nbytes, np.uint8) if memory is None else memory)
+        self.pool = PagedPool(layout, memory)
+        _check_layout(model, self.pool.layouts)
         self._decoder = Decoder(model, self.pool)
         self._chunk_tokens = chunk_tokens
         self._requests: dict[str, Request] = {}
@@ -70,13 +71,25 @@ class ReferenceEngine(EngineAdapter):
 
     @property
     def layout(self) -> PoolLayout:
-        """Where the KV lies in ``memory``."""
-        return self.pool.layout
+        """Where the KV lies in ``memory``. Raises LocalError where there are several ranks."""
+        self._check_one_rank()
+        return self.pool.layouts[0]
 
     @property
     def memory(self) -> NDArray[np.uint8]:
-        """The pool itself."""
-        return self.pool.memory
+        """The pool itself. Raises LocalError where there are several ranks."""
+        self._check_one_rank()
+        return self.pool.memories[0]
+
+    @property
+    def layouts(self) -> tuple[PoolLayout, ...]:
+        """The layout of each rank."""
+        return self.pool.layouts
+
+    @property
+    def memories(self) -> tuple[NDArray[np.uint8], ...]:
+        """The pool of each rank."""
+        return self.pool.memories
 
     def submit(
         self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParameters, limits: Limits
@@ -163,7 +176,7 @@ class ReferenceEngine(EngineAdapter):
         self.pool.free(table.ids)
 
     def tables(self, request_id: str) -> BlockTables:
-        """The blocks that hold the request's KV now."""
+        """The blocks that hold the request's KV now; the same at every rank."""
         return (self.request(request_id).table,)
 
     def export_state(self, request_id: str, exactness: Exactness) -> ExecutionState:
@@ -189,6 +202,10 @@ class ReferenceEngine(EngineAdapter):
         """Forget a request and free its blocks."""
         self.pool.free(self.request(request_id).blocks)
         del self._requests[request_id]
+
+    def _check_one_rank(self) -> None:
+        if len(self.pool.layouts) != 1:
+            raise LocalError(f"there are {len(self.pool.layouts)} ranks: ask for their layouts and memories")
 
     def _check_callers(self, table: BlockTable) -> None:
         """Raise LocalError unless ``allocate`` gave these blocks, and no request has taken them over."""
@@ -221,14 +238,20 @@ class ReferenceEngine(EngineAdapter):
             request.pending, request.last_logits = None, self._decoder.logits(row)
 
 
-def _check_layout(model: Model, layout: PoolLayout) -> None:
+def _check_layout(model: Model, layouts: Sequence[PoolLayout]) -> None:
     config = model.config
-    found = sorted((t.layer, t.role, t.heads, t.head_dim) for group in layout.groups for t in group.tensors)
-    wanted = sorted(
-        (layer, role, config.kv_heads, config.head_dim)
+    found = {
+        (t.layer, t.role, head, t.head_dim)
+        for layout in layouts
+        for t in layout.groups[0].tensors
+        for head in range(t.head_start, t.head_stop)
+    }
+    wanted = {
+        (layer, role, head, config.head_dim)
         for layer in range(config.layers)
         for role in (Role.KEY, Role.VALUE)
-    )
+        for head in range(config.kv_heads)
+    }
     if found != wanted:
         raise LocalError(
             f"the layout is not that of {model.name}: {config.layers} layers, each with key and value of"

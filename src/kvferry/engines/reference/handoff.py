@@ -30,7 +30,9 @@ from kvferry.state import (
     InlineTensor,
     LayerNeed,
     LayerState,
+    Parallel,
     Positions,
+    RankPart,
     Replay,
     Requirements,
     Rng,
@@ -59,7 +61,8 @@ _AXES = (Axis.TOKEN, Axis.HEAD, Axis.DIM)
 def requirements(model: Model, pool: PagedPool) -> Requirements:
     """What this engine needs to start a request, from the model's configuration and the pool's dtype.
 
-    Layout and block size are proven to keep the bits: K and V are read into one order first.
+    Layout, block size and the split over ranks are proven to keep the bits: K and V are read into
+    one order first.
     """
     config, group = model.config, pool.group
     shape = (0, config.kv_heads, config.head_dim)
@@ -68,11 +71,11 @@ def requirements(model: Model, pool: PagedPool) -> Requirements:
         layers=tuple(LayerNeed(layer=layer, kind=LayerKind.FULL) for layer in range(config.layers)),
         cache=tuple(
             TensorNeed(layer=t.layer, role=t.role, dtype=t.dtype, axes=_AXES, shape=shape, group=group.name)
-            for t in group.tensors
+            for t in pool.tensors.values()
         ),
         groups=(GroupNeed(group=group.name, block_tokens=pool.block_size, layout=_order(pool)),),
         rng_kinds=(RngKind.PHILOX,),
-        proven=(Conversion.LAYOUT, Conversion.BLOCK_TOKENS),
+        proven=(Conversion.LAYOUT, Conversion.BLOCK_TOKENS, Conversion.PARALLEL),
     )
 
 
@@ -90,12 +93,15 @@ def export_state(
         lease_ms=_LEASE_MS,
         exactness=exactness,
         fingerprint=fingerprint,
-        layers=tuple(LayerState(layer=layer, kind=LayerKind.FULL) for layer in pool.layout.layers),
+        layers=tuple(
+            LayerState(layer=layer, kind=LayerKind.FULL)
+            for layer in sorted({layer for layer, _ in pool.tensors})
+        ),
         tensors=tuple(
             TensorEntry(
                 layer=t.layer, role=t.role, dtype=t.dtype, axes=_AXES, shape=shape, group=pool.group.name
             )
-            for t in pool.group.tensors
+            for t in pool.tensors.values()
         ),
         blocks=(GroupBlocks.of(pool.group.name, covered, block_tokens=pool.block_size, layout=_order(pool)),),
         kv_tokens=request.kv_tokens,
@@ -143,7 +149,7 @@ def rebuild(state: ExecutionState, table: BlockTable, model: Model) -> Request:
 def report_of(request: Request, state: ExecutionState, pool: PagedPool) -> ImportReport:
     """For check 14: bytes that the state speaks of, and those that the request reaches in the pool."""
     reached = min(request.kv_tokens, len(request.blocks) * pool.block_size)
-    nbytes_per_token = sum(t.heads * t.row_nbytes for t in pool.group.tensors)
+    nbytes_per_token = sum(pool.kv_heads * t.row_nbytes for t in pool.tensors.values())
     position = SequencePosition(group=pool.group.name, first_token=0, num_tokens=reached)
     return ImportReport(
         given_nbytes=sum(math.prod(t.shape) * ITEMSIZE[t.dtype] for t in state.tensors),
@@ -201,7 +207,27 @@ def _fingerprint(model: Model, pool: PagedPool) -> Fingerprint:
         vocab_size=model.config.vocab_size,
         max_context=model.config.max_context,
         probe=_probe(model, pool.group.tensors[0].dtype),
+        parallel=_parallel(pool.layouts),
     )
+
+
+def _parallel(layouts: tuple[PoolLayout, ...]) -> Parallel:
+    """Ranks with equal layers are one stage's."""
+    if len(layouts) == 1:
+        return Parallel()
+    stages = len({layout.layers for layout in layouts})
+    ranks = []
+    for rank, layout in enumerate(layouts):
+        first = layout.groups[0].tensors[0]
+        part = RankPart(
+            rank=rank,
+            first_layer=layout.layers[0],
+            num_layers=len(layout.layers),
+            first_kv_head=first.head_start,
+            num_kv_heads=first.heads,
+        )
+        ranks.append(part)
+    return Parallel(tp=len(layouts) // stages, pp=stages, ranks=tuple(ranks))
 
 
 @cache
@@ -224,7 +250,7 @@ def _probe(model: Model, dtype: str) -> str:
         block_size=len(probe.prefill) + 1,
         num_blocks=1,
     )
-    decoder = Decoder(model, PagedPool(layout, np.zeros(layout.nbytes, np.uint8)))
+    decoder = Decoder(model, PagedPool(layout))
     table = BlockTable(0, np.zeros(1, np.int32))
     rows = decoder.prefill(Span(probe.prefill, 0, table))
     step = decoder.decode([Span(np.array([probe.step], np.int32), len(probe.prefill), table)])

@@ -1,9 +1,10 @@
-"""Paged KV in memory that someone else gives, addressed by nothing but the strides of its PoolLayout."""
+"""Paged KV in memory that someone else gives, addressed by nothing but the strides of its layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,34 +15,50 @@ from kvferry.layout import BlockTable, GroupLayout, LayerKind, PoolLayout, Role,
 __all__ = ["PagedPool"]
 
 Float32 = NDArray[np.float32]
+_HeadView: TypeAlias = tuple[int, int, NDArray[np.floating]]
+"""The model's heads [start, stop), and where one rank has them: (num_blocks, block_size, heads, head_dim)."""
 
 
 class PagedPool:
     """K and V of one model's layers, in blocks, and which blocks are free.
 
+    It may be split over ranks, each with a layout and memory of its own: by layers, by heads, with
+    heads that several hold. A block id is then a block at every rank.
+
     Args:
         layout: one group of kind full with a key and a value tensor for each layer, in float32,
-            float16 or bfloat16; any strides.
-        memory: uint8, one axis, at least ``layout.nbytes``; the KV lives in it, nowhere else.
+            float16 or bfloat16; any strides. Or one such layout for each rank.
+        memory: uint8, one axis, at least ``layout.nbytes``; the KV lives in it, nowhere else. One for
+            each rank. Allocated here when None.
 
     Not for two threads at once. Raises LocalError for a layout that the engine cannot run on, or
     where bfloat16 is asked for and the package ``ml-dtypes`` is missing.
     """
 
-    def __init__(self, layout: PoolLayout, memory: NDArray[np.uint8]) -> None:
-        if memory.dtype != np.uint8 or memory.ndim != 1 or memory.nbytes < layout.nbytes:
-            raise LocalError(f"the pool needs {layout.nbytes} bytes as a flat uint8 array")
-        self.layout, self.memory = layout, memory
-        self.group = _only_group(layout)
+    def __init__(
+        self,
+        layout: PoolLayout | Sequence[PoolLayout],
+        memory: NDArray[np.uint8] | Sequence[NDArray[np.uint8]] | None = None,
+    ) -> None:
+        self.layouts = (layout,) if isinstance(layout, PoolLayout) else tuple(layout)
+        self.memories = _memories(self.layouts, memory)
+        groups = [_only_group(rank) for rank in self.layouts]
+        self.group = groups[0]
         self.block_size = _block_size(self.group)
-        self._views = {(t.layer, t.role): self._view(t) for t in self.group.tensors}
+        _check_alike(groups)
+        self.tensors = {(t.layer, t.role): t for group in groups for t in group.tensors}
+        self.kv_heads = max(tensor.head_stop for group in groups for tensor in group.tensors)
+        self._views: defaultdict[tuple[int, Role], list[_HeadView]] = defaultdict(list)
+        for group, bytes_of_rank in zip(groups, self.memories, strict=True):
+            for t in group.tensors:
+                self._views[t.layer, t.role].append((t.head_start, t.head_stop, self._view(t, bytes_of_rank)))
         self._free = list(range(self.group.num_blocks))
         self._held: set[int] = set()
 
     @property
     def row_shape(self) -> tuple[int, int]:
         """(kv_heads, head_dim): what one token stores on either side."""
-        return self.group.tensors[0].heads, self.group.tensors[0].head_dim
+        return self.kv_heads, self.group.tensors[0].head_dim
 
     @property
     def num_free_blocks(self) -> int:
@@ -81,13 +98,15 @@ class PagedPool:
         """Store (tokens, kv_heads, head_dim) at positions from ``start``, rounded to the storage dtype."""
         positions = np.arange(start, start + len(keys))
         blocks, slots = table.ids[positions // self.block_size], positions % self.block_size
-        self._views[layer, Role.KEY][blocks, slots] = keys
-        self._views[layer, Role.VALUE][blocks, slots] = values
+        for role, rows in ((Role.KEY, keys), (Role.VALUE, values)):
+            for start_head, stop_head, view in self._views[layer, role]:
+                view[blocks, slots] = rows[:, start_head:stop_head]
 
     def read(self, layer: int, table: BlockTable, tokens: int) -> tuple[Float32, Float32]:
         """K and V of the first ``tokens`` positions, each float32 (kv_heads, tokens, head_dim).
 
-        Always in that one order, whatever the layout, so that no layout can change a bit later.
+        Always in that one order, whatever the layout and the split over ranks, so that neither can
+        change a bit later.
         """
         blocks = table.ids[: self.blocks_for(tokens)]
         return (
@@ -95,21 +114,49 @@ class PagedPool:
             self._gather(self._views[layer, Role.VALUE], blocks)[:, :tokens],
         )
 
-    def _gather(self, view: NDArray[np.floating], blocks: NDArray[np.int32]) -> Float32:
-        out = np.empty((view.shape[2], len(blocks), *view.shape[1:2], view.shape[3]), np.float32)
-        np.copyto(out, view.transpose(2, 0, 1, 3)[:, blocks])
-        return out.reshape(view.shape[2], -1, view.shape[3])
+    def _gather(self, views: list[_HeadView], blocks: NDArray[np.int32]) -> Float32:
+        kv_heads, head_dim = self.row_shape
+        out = np.empty((kv_heads, len(blocks), self.block_size, head_dim), np.float32)
+        for start_head, stop_head, view in views:
+            np.copyto(out[start_head:stop_head], view.transpose(2, 0, 1, 3)[:, blocks])
+        return out.reshape(kv_heads, -1, head_dim)
 
-    def _view(self, tensor: TensorLayout) -> NDArray[np.floating]:
+    def _view(self, tensor: TensorLayout, memory: NDArray[np.uint8]) -> NDArray[np.floating]:
         """(num_blocks, block_size, kv_heads, head_dim), any strides."""
         dtype = _storage_dtype(tensor.dtype)
         return np.ndarray(
             (self.group.num_blocks, self.block_size, tensor.heads, tensor.head_dim),
             dtype,
-            buffer=self.memory.data,
+            buffer=memory.data,
             offset=tensor.offset,
             strides=(tensor.block_stride, tensor.token_stride, tensor.head_stride, dtype.itemsize),
         )
+
+
+def _memories(
+    layouts: tuple[PoolLayout, ...], given: NDArray[np.uint8] | Sequence[NDArray[np.uint8]] | None
+) -> tuple[NDArray[np.uint8], ...]:
+    """One array for each layout, large enough."""
+    if given is None:
+        return tuple(np.zeros(layout.nbytes, np.uint8) for layout in layouts)
+    memories = (given,) if isinstance(given, np.ndarray) else tuple(given)
+    if len(memories) != len(layouts):
+        raise LocalError(f"memory: {len(memories)} arrays for {len(layouts)} layouts")
+    for layout, memory in zip(layouts, memories, strict=True):
+        if memory.dtype != np.uint8 or memory.ndim != 1 or memory.nbytes < layout.nbytes:
+            raise LocalError(f"the pool needs {layout.nbytes} bytes as a flat uint8 array")
+    return memories
+
+
+def _check_alike(groups: Sequence[GroupLayout]) -> None:
+    """Ranks may differ in layers, heads and strides, and in nothing else."""
+    forms = {
+        (group.name, group.block_size, group.num_blocks, tensor.dtype, tensor.head_dim)
+        for group in groups
+        for tensor in group.tensors
+    }
+    if len(forms) != 1:
+        raise LocalError(f"all ranks need one name, block size, number of blocks and dtype, not {forms}")
 
 
 def _only_group(layout: PoolLayout) -> GroupLayout:
