@@ -261,17 +261,35 @@ def test_ranks_that_hold_the_same_give_alike(opened: Opened) -> None:
     move.started()
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_a_pair_that_moves_several_portions_of_one_chunk(opened: Opened, mode: Mode) -> None:
-    """Heads with another rank's heads between them are one session, and its digests still hold."""
-    form = {"head_dim": 2, "dtype": "float16", "num_blocks": NUM_BLOCKS, "joined_kv": True}
+def joined(heads: int, head_start: int = 0, value_heads: int | None = None, **form: object) -> PoolLayout:
+    """K and V of four heads side by side in each block, or some of them; V maybe fewer than K."""
+    form = {"head_dim": 2, "dtype": "float16", "num_blocks": NUM_BLOCKS, "block_size": 4} | form
     layers = (*FULL, *FEW, *MLA)
-    outer = PoolLayout.paged(layers, kv_heads=4, block_size=4, **form)
-    inner = PoolLayout.paged(layers, kv_heads=2, head_start=1, block_size=4, **form)
-    source = open_worker(opened, [outer, inner], "tcp")
-    target = open_worker(opened, [PoolLayout.paged(layers, kv_heads=4, block_size=8, **form)], "tcp")
+    pool = PoolLayout.paged(layers, kv_heads=heads, head_start=head_start, joined_kv=True, **form)
+    tensors = tuple(
+        msgspec.structs.replace(tensor, heads=value_heads or heads) if tensor.role is Role.VALUE else tensor
+        for tensor in pool.groups[0].tensors
+    )
+    return PoolLayout((msgspec.structs.replace(pool.groups[0], tensors=tensors),), pool.nbytes)
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize(
+    ("ranks", "num_portions"),
+    [
+        ([joined(4), joined(2, head_start=1)], [3, 1]),  # heads 0 and 3, in every other layer
+        ([joined(4, value_heads=2), joined(2, head_start=2)], [3, 2]),  # K of four heads, V of two
+    ],
+    ids=["heads apart", "unlike roles"],
+)
+def test_a_pair_that_moves_several_portions_of_one_chunk(
+    opened: Opened, mode: Mode, ranks: list[PoolLayout], num_portions: list[int]
+) -> None:
+    """What one pair moves in parts is one session, and its digests still hold."""
+    source = open_worker(opened, ranks, "tcp")
+    target = open_worker(opened, [joined(4, block_size=8)], "tcp")
     plan = share_out(source.group.layouts, target.group.layouts)
-    assert [len(portions) for portions in plan.values()] == [3, 1]
+    assert [len(portions) for portions in plan.values()] == num_portions
     source.fill()
     hand_over(source, target, mode)
 
