@@ -63,6 +63,28 @@ def test_identical_by_each_transport_and_mode(transport: str, mode: str) -> None
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("tp", "decode_tp", "transport", "mode"), [(3, 1, "shm", "pull"), (1, 3, "tcp", "push")]
+)
+def test_identical_between_unlike_numbers_of_ranks(
+    tp: int, decode_tp: int, transport: str, mode: str
+) -> None:
+    """TP 3 to 1 and 1 to 3 continue as one process does; every KV byte crosses once, whatever the ranks."""
+    done = kvferry(
+        "demo", "--model", "tiny", "--transport", transport, "--mode", mode, "--prompt", "Where does it go?",
+        "--tokens", "12", "--temperature", "1.1", "--tp", str(tp), "--decode-tp", str(decode_tp), "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result.keys() >= KEYS
+    assert result["identical"] is True
+    # 4 layers of K and V, 3 heads of 16, float32.
+    assert result["payload_bytes"] == result["prompt_tokens"] * 4 * 2 * 3 * 16 * 4
+    assert result["wire_bytes"] == result["payload_bytes"] + result["state_bytes"]
+    assert result["blocks"] == decode_tp * -(-result["prompt_tokens"] // 16)
+    assert done.stderr == ""
+
+
 def test_for_a_person() -> None:
     """Without --json it prints the text, that the tokens are identical, what moved and a bar chart."""
     done = kvferry("demo", "--model", "tiny", "--prompt", "Where does it go?", "--tokens", "6")
@@ -124,6 +146,9 @@ def test_a_continuation_that_differs_is_not_called_identical(tmp_path: Path) -> 
         (["--block-size", "0"], "block_size"),
         (["--decode-block-size", "0"], "decode_block_size"),
         (["--model", "gpt-17"], "model"),
+        (["--tp", "4"], "tp: 4 ranks cannot share the 6 heads and 2 KV heads"),
+        (["--tp", "0"], "tp"),
+        (["--tp", "3", "--decode-tp", "5"], "decode_tp"),
         (["--frobnicate"], "frobnicate"),
     ],
 )

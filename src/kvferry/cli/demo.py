@@ -46,6 +46,10 @@ class DemoFlags:
     "Order of tokens and heads inside the prefill worker's blocks."
     decode_axis_order: Literal["NHD", "HND"] | None = None
     "The same at the decode worker. Default: alike."
+    tp: Whole = 1
+    "Ranks of the prefill worker: each has a pool and a share of the KV heads (1 and 3 of SmolLM2's 3)."
+    decode_tp: Whole | None = None
+    "Ranks of the decode worker. Default: alike."
 
     def options(self) -> DemoOptions:
         """The library's own record of them."""
@@ -63,6 +67,8 @@ class DemoFlags:
             decode_block_size=self.decode_block_size,
             axis_order=self.axis_order,
             decode_axis_order=self.decode_axis_order,
+            tp=self.tp,
+            decode_tp=self.decode_tp,
         )
 
 

@@ -17,10 +17,10 @@ __all__ = [
     "DemoTimings",
     "Failed",
     "Finished",
+    "Held",
     "Job",
     "Progress",
     "Ready",
-    "Ticketed",
     "WorkerEvent",
 ]
 
@@ -41,10 +41,16 @@ class DemoOptions(msgspec.Struct, frozen=True):
     decode_block_size: int | None = None
     axis_order: str = "NHD"
     decode_axis_order: str | None = None
+    tp: int = 1
+    decode_tp: int | None = None
 
 
 class Job(msgspec.Struct, frozen=True):
-    """The first line that a worker reads."""
+    """The first line that a worker reads.
+
+    ``splits``: ranks of the prefill and of the decode worker. ``address``: of a rank, with its number
+    for ``{rank}``.
+    """
 
     role: Literal["prefill", "decode", "alone"]
     mode: Literal["pull", "push"]
@@ -55,12 +61,23 @@ class Job(msgspec.Struct, frozen=True):
     limits: Limits
     block_size: int
     axis_order: str
+    splits: tuple[int, int]
+
+    @property
+    def tp(self) -> int:
+        """Ranks of this worker."""
+        return {"prefill": self.splits[0], "decode": self.splits[1], "alone": 1}[self.role]
+
+    @property
+    def peer_tp(self) -> int:
+        """Ranks of the other worker."""
+        return self.splits[0] if self.role == "decode" else self.splits[1]
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """Go. ``ticket`` (base64) where the other worker issued one."""
+    """Go. ``bundle`` (base64) where the other worker issued one."""
 
-    ticket: str = ""
+    bundle: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -78,10 +95,10 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     text: str = ""
 
 
-class Ticketed(msgspec.Struct, frozen=True, tag=True):
+class Held(msgspec.Struct, frozen=True, tag=True):
     """An offer or a reservation is held; base64."""
 
-    ticket: str
+    bundle: str
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -115,7 +132,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     error: ErrorRecord
 
 
-WorkerEvent = Ready | Progress | Ticketed | Finished | Failed
+WorkerEvent = Ready | Progress | Held | Finished | Failed
 
 
 class DemoTimings(msgspec.Struct, frozen=True):

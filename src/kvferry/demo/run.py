@@ -20,14 +20,14 @@ from kvferry.demo.records import (
     DemoTimings,
     Failed,
     Finished,
+    Held,
     Job,
     ModelName,
     Progress,
     Ready,
-    Ticketed,
     WorkerEvent,
 )
-from kvferry.demo.stage import OnProgress, load_model
+from kvferry.demo.stage import OnProgress, load_model, possible_tp
 from kvferry.engines.reference import Model, chat_prompt, check_sampling
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
 from kvferry.state import Limits, SamplingParameters
@@ -44,7 +44,7 @@ SILENCE_SECONDS = 120.0
 # another number of them changes bits: one a process, in all three.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _event_decoder: msgspec.json.Decoder[WorkerEvent] = msgspec.json.Decoder(WorkerEvent)
-Event = TypeVar("Event", Ready, Ticketed, Finished)
+Event = TypeVar("Event", Ready, Held, Finished)
 
 
 def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoResult:
@@ -55,7 +55,7 @@ def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoResult:
     handoff; no process is left behind.
     """
     _check(options)
-    name, model = _choose_model(options.model, on_progress)
+    name, model = _choose_model(options, on_progress)
     jobs = _jobs(options, name, model)
     total = len(jobs["prefill"].prompt_ids) + options.max_tokens
     with _Worker(jobs["prefill"], on_progress) as prefill, _Worker(jobs["decode"], on_progress) as decode:
@@ -63,7 +63,7 @@ def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoResult:
             worker.expect(Ready)
         first, second = (prefill, decode) if options.mode == "pull" else (decode, prefill)
         first.begin(Begin())
-        second.begin(Begin(first.expect(Ticketed).ticket))
+        second.begin(Begin(first.expect(Held).bundle))
         made, gave = decode.expect(Finished), prefill.expect(Finished)
     with _Worker(jobs["alone"], on_progress) as worker:
         worker.expect(Ready)
@@ -93,20 +93,36 @@ def _check(options: DemoOptions) -> None:
         raise InputError("prompt: it is empty")
 
 
-def _choose_model(wanted: str, on_progress: OnProgress) -> tuple[ModelName, Model]:
-    """The model that was asked for; ``auto`` takes random weights, and says so, if it must."""
+def _choose_model(options: DemoOptions, on_progress: OnProgress) -> tuple[ModelName, Model]:
+    """The model that was asked for; ``auto`` takes random weights, and says so, if it must.
+
+    Raises InputError for a number of ranks that cannot share its heads.
+    """
     real, random = get_args(ModelName)
-    name: ModelName = random if wanted == random else real
+    name: ModelName = random if options.model == random else real
+    splits = _splits(options)
     on_progress("load", 0, 1, "")
     try:
-        model = load_model(name)
+        model = load_model(name, splits)
     except LocalError as error:
-        if wanted != "auto":
+        if options.model != "auto":
             raise
         print(f"kvferry: random weights instead of SmolLM2: {error}", file=sys.stderr)
-        name, model = random, load_model(random)
+        name, model = random, load_model(random, splits)
     on_progress("load", 1, 1, "")
+    possible = possible_tp(model)
+    for field, tp in zip(("tp", "decode_tp"), splits, strict=True):
+        if tp not in possible:
+            config, known = model.config, ", ".join(map(str, possible))
+            raise InputError(
+                f"{field}: {tp} ranks cannot share the {config.heads} heads and {config.kv_heads} KV heads"
+                f" of {model.name}; {known} can"
+            )
     return name, model
+
+
+def _splits(options: DemoOptions) -> tuple[int, int]:
+    return options.tp, options.tp if options.decode_tp is None else options.decode_tp
 
 
 def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]:
@@ -133,7 +149,9 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
         ),
     ):
         # The name holds this process's id, so that demos side by side do not meet.
-        address = f"shm://demo-{os.getpid()}-{role}" if options.transport == "shm" else "tcp://127.0.0.1:0"
+        address = (
+            f"shm://demo-{os.getpid()}-{role}-{{rank}}" if options.transport == "shm" else "tcp://127.0.0.1:0"
+        )
         jobs[role] = Job(
             role=role,  # type: ignore[arg-type]  # one of the three literals above
             mode=options.mode,  # type: ignore[arg-type]  # checked above
@@ -144,6 +162,7 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
             limits=Limits(max_tokens_left=options.max_tokens),
             block_size=block_size,
             axis_order=axis_order,
+            splits=_splits(options),
         )
     return jobs
 

@@ -21,6 +21,7 @@ __all__ = [
     "continue_to_end",
     "load_model",
     "make_engine",
+    "possible_tp",
     "run_alone",
 ]
 
@@ -30,30 +31,52 @@ CHUNK_TOKENS = 256
 # Room for the tiny model's byte tokens of the demo's own text.
 TINY_CONTEXT = 16384
 TINY_SEED = 7
+TINY_KV_HEADS = (2, 3, 6)
 
 OnProgress = Callable[[str, int, int, str], None]
 
 
-def load_model(name: ModelName) -> Model:
-    """The weights by name; LocalError says what to install when they are not there."""
-    return load_smollm2() if name == "smollm2" else tiny_model(TINY_SEED, max_context=TINY_CONTEXT)
+def load_model(name: ModelName, splits: tuple[int, int]) -> Model:
+    """The weights by name; LocalError says what to install when they are not there.
+
+    Random ones have as many KV heads as the two numbers of ranks can share, where that can be.
+    """
+    if name == "smollm2":
+        return load_smollm2()
+    models = [tiny_model(TINY_SEED, kv_heads=heads, max_context=TINY_CONTEXT) for heads in TINY_KV_HEADS]
+    return max(models, key=lambda model: sum(tp in possible_tp(model) for tp in splits))
 
 
-def make_engine(model: Model, job: Job, *, shared: bool) -> tuple[ReferenceEngine, Pool]:
-    """An engine over a pool that holds twice the request, so that block ids differ between workers."""
+def possible_tp(model: Model) -> list[int]:
+    """Numbers of ranks that can share this model's heads: KV heads are split, or several ranks hold each."""
+    heads, kv_heads = model.config.heads, model.config.kv_heads
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+
+
+def make_engine(model: Model, job: Job, *, shared: bool) -> tuple[ReferenceEngine, list[Pool]]:
+    """An engine, and for each rank a pool of twice the request, so that block ids differ between workers."""
     tokens = len(job.prompt_ids) + job.limits.max_tokens_left + 1
     config = model.config
-    layout = PoolLayout.paged(
-        range(config.layers),
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype="float32",
-        block_size=job.block_size,
-        num_blocks=2 * -(-tokens // job.block_size) + 1,
-        axis_order=job.axis_order,
-    )
-    pool = Pool.allocate(layout) if shared else Pool(np.zeros(layout.nbytes, np.uint8), layout)
-    return ReferenceEngine(model, layout, pool.array, chunk_tokens=CHUNK_TOKENS), pool
+    kv_heads, copies = max(1, config.kv_heads // job.tp), max(1, job.tp // config.kv_heads)
+    layouts = [
+        PoolLayout.paged(
+            range(config.layers),
+            kv_heads=kv_heads,
+            head_start=rank // copies * kv_heads,
+            head_dim=config.head_dim,
+            dtype="float32",
+            block_size=job.block_size,
+            num_blocks=2 * -(-tokens // job.block_size) + 1,
+            axis_order=job.axis_order,
+        )
+        for rank in range(job.tp)
+    ]
+    pools = [
+        Pool.allocate(layout) if shared else Pool(np.zeros(layout.nbytes, np.uint8), layout)
+        for layout in layouts
+    ]
+    memories = [pool.array for pool in pools]
+    return ReferenceEngine(model, layouts, memories, chunk_tokens=CHUNK_TOKENS), pools
 
 
 @dataclass(slots=True)

@@ -13,12 +13,13 @@ import os
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from statistics import median
 
 import msgspec
 import numpy as np
 
-from kvferry.demo.records import Begin, Failed, Finished, Job, Progress, Ready, Ticketed, WorkerEvent
+from kvferry.demo.records import Begin, Failed, Finished, Held, Job, Progress, Ready, WorkerEvent
 from kvferry.demo.stage import (
     CHUNK_TOKENS,
     REQUEST_ID,
@@ -31,9 +32,8 @@ from kvferry.demo.stage import (
 from kvferry.engines.reference import ReferenceEngine
 from kvferry.errors import KVFerryError, LocalError
 from kvferry.layout import BlockTable
-from kvferry.protocol import read_ticket
 from kvferry.state import Exactness
-from kvferry.transfer import Endpoint, Move
+from kvferry.transfer import Endpoint, GroupMove, RankGroup, read_bundle
 
 __all__ = ["main"]
 
@@ -65,22 +65,25 @@ def _progress(stage: str, done: int, total: int, text: str) -> None:
 
 def _run(job: Job) -> None:
     started = time.monotonic()
-    model = load_model(job.model)
+    model = load_model(job.model, job.splits)
     if job.role == "alone":
         emit(Ready(time.monotonic() - started))
         _wait_for_begin()
         made = run_alone(model, job, _progress)
         emit(Finished(0, 0, tokens=made.tokens, logits_digest=made.logits_digest, text=made.text))
         return
-    engine, pool = make_engine(model, job, shared=True)
-    requirements = engine.requirements()
-    with Endpoint.listen(job.address, pool=pool, name=job.role, requirements=requirements) as endpoint:
+    engine, pools = make_engine(model, job, shared=True)
+    with ExitStack() as stack:
+        endpoints = []
+        for rank, pool in enumerate(pools):
+            stack.callback(pool.close)
+            name = job.role if job.tp == 1 else f"{job.role} rank {rank}"
+            endpoint = Endpoint.open(pool=pool, name=name, requirements=engine.requirements())
+            endpoints.append(stack.enter_context(endpoint))
+        for rank, endpoint in enumerate(endpoints):  # all transfer processes have been started by now
+            endpoint.add_addresses((job.address.format(rank=rank),))
         emit(Ready(time.monotonic() - started))
-        if job.role == "prefill":
-            _prefill(job, engine, endpoint)
-        else:
-            _decode(job, engine, endpoint)
-    pool.close()
+        (_prefill if job.role == "prefill" else _decode)(job, engine, RankGroup(endpoints))
 
 
 def _wait_for_begin() -> Begin:
@@ -99,22 +102,22 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _prefill(job: Job, engine: ReferenceEngine, endpoint: Endpoint) -> None:
+def _prefill(job: Job, engine: ReferenceEngine, group: RankGroup) -> None:
     begin = _wait_for_begin()
     total = len(job.prompt_ids)
     engine.submit(REQUEST_ID, job.prompt_ids, job.sampling, job.limits)
-    tables = engine.tables(REQUEST_ID)
+    tables = [engine.tables(REQUEST_ID)] * job.tp  # a block has one number at every rank
     started = time.monotonic()
     if job.mode == "pull":
         while not engine.prefill(REQUEST_ID):
             _progress("prefill", engine.request(REQUEST_ID).kv_tokens, total, "")
         prefilled = time.monotonic()
         state = engine.export_state(REQUEST_ID, Exactness.BITS)
-        ticket = endpoint.offer(state, tables, lease_seconds=LEASE_SECONDS)
-        emit(Ticketed(base64.b64encode(ticket).decode()))
+        bundle = group.offer(state, tables, claims=job.peer_tp, lease_seconds=LEASE_SECONDS)
+        emit(Held(base64.b64encode(bundle).decode()))
     else:
-        ticket = base64.b64decode(begin.ticket)
-        push = endpoint.push(ticket, tables, tokens=total, timeout_seconds=LEASE_SECONDS)
+        bundle = base64.b64decode(begin.bundle)
+        push = group.push(bundle, tables, tokens=total, timeout_seconds=LEASE_SECONDS)
         done = False
         while not done:
             # A layer is final for all tokens once the last chunk has passed it: it leaves at once.
@@ -124,22 +127,25 @@ def _prefill(job: Job, engine: ReferenceEngine, endpoint: Endpoint) -> None:
         prefilled = time.monotonic()
         push.commit(engine.export_state(REQUEST_ID, Exactness.BITS))
     exported = time.monotonic()
-    endpoint.outcome(ticket).result(LEASE_SECONDS)
+    group.outcome(bundle).result(LEASE_SECONDS)
     engine.release(REQUEST_ID)
     _finish(engine, Finished(0, 0, prefilled - started, exported - prefilled, ready_at=exported))
 
 
-def _decode(job: Job, engine: ReferenceEngine, endpoint: Endpoint) -> None:
+def _decode(job: Job, engine: ReferenceEngine, group: RankGroup) -> None:
     if job.mode == "push":
-        tables = engine.allocate(len(job.prompt_ids) + 1)
-        ticket = endpoint.reserve(REQUEST_ID, len(job.prompt_ids), tables, lease_seconds=LEASE_SECONDS)
-        emit(Ticketed(base64.b64encode(ticket).decode()))
+        total = len(job.prompt_ids)
+        tables = engine.allocate(total + 1)
+        bundle = group.reserve(
+            REQUEST_ID, total, [tables] * job.tp, claims=job.peer_tp, lease_seconds=LEASE_SECONDS
+        )
+        emit(Held(base64.b64encode(bundle).decode()))
         _wait_for_begin()
-        move = endpoint.arrival(ticket)
+        move = group.arrival(bundle)
     else:
-        ticket = base64.b64decode(_wait_for_begin().ticket)
-        tables = engine.allocate(read_ticket(ticket).tokens + 1)
-        move = endpoint.pull(ticket, tables, timeout_seconds=TIMEOUT_SECONDS)
+        bundle = base64.b64decode(_wait_for_begin().bundle)
+        tables = engine.allocate(read_bundle(bundle).tokens + 1)
+        move = group.pull(bundle, [tables] * job.tp, timeout_seconds=TIMEOUT_SECONDS)
     state = move.result()
     assert state is not None
     arrived = time.monotonic()
@@ -165,24 +171,22 @@ def _decode(job: Job, engine: ReferenceEngine, endpoint: Endpoint) -> None:
             tokens=made.tokens,
             logits_digest=made.logits_digest,
             text=made.text,
-            blocks_moved=_blocks(tables, engine.layout.groups[0].block_size, state.kv_tokens),
+            blocks_moved=job.tp * _blocks(tables, engine.pool.block_size, state.kv_tokens),
             record=move.record,
         ),
     )
 
 
 def _finish(engine: ReferenceEngine, finished: Finished) -> None:
-    (group,) = engine.layout.groups
-    free = engine.pool.num_free_blocks
-    emit(msgspec.structs.replace(finished, free_blocks=free, num_blocks=group.num_blocks))
+    free, num_blocks = engine.pool.num_free_blocks, engine.pool.group.num_blocks
+    emit(msgspec.structs.replace(finished, free_blocks=free, num_blocks=num_blocks))
 
 
-def _blocks(tables: tuple[BlockTable, ...], block_size: int | None, tokens: int) -> int:
-    assert block_size is not None
+def _blocks(tables: tuple[BlockTable, ...], block_size: int, tokens: int) -> int:
     return sum(min(len(table.ids), -(-tokens // block_size)) for table in tables)
 
 
-def _memcpy_seconds(move: Move) -> float:
+def _memcpy_seconds(move: GroupMove) -> float:
     """One-thread copy of as many bytes, touched before: the yardstick of this run on this machine."""
     src = np.ones(max(1, move.record.nbytes), np.uint8)
     dst = np.zeros_like(src)
