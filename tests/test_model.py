@@ -11,7 +11,9 @@ import pytest
 
 from kvferry.errors import InputError
 from kvferry.model import FAMILIES, LayerKind, ModelShape, load_shape, with_draft
-from kvferry.model.source import TEXT_CONFIGS, WRAPPERS
+from kvferry.model.fields import Fields
+from kvferry.model.source import language_part
+from kvferry.model.wrappers import WRAPPERS
 from kvferry.size import kv_size
 from size_cases import golden_cases
 
@@ -33,11 +35,9 @@ def test_every_family_has_a_golden_case() -> None:
     """Each family function is exercised by at least one golden case, through one of its model types."""
     seen = set()
     for case in golden_cases():
-        config = case.config
-        inner = next((config[name] for name in TEXT_CONFIGS if name in config), config)
-        assert isinstance(inner, dict)
-        seen.add(FAMILIES[str(inner.get("model_type", config["model_type"]))])
-    assert seen == set(FAMILIES.values())
+        _, model_type = language_part(Fields(case.config))
+        seen.add(FAMILIES.get(model_type))
+    assert seen - {None} == set(FAMILIES.values())
 
 
 def test_model_table_is_fresh() -> None:
@@ -74,8 +74,8 @@ def test_heads_by_the_ordinary_fields(extra: dict[str, object], factor: int) -> 
 
 
 def test_width_that_does_not_divide_is_refused() -> None:
-    """hidden_size / heads that leaves a rest needs an explicit head_dim."""
-    with pytest.raises(InputError, match="head_dim"):
+    """hidden_size / heads that leaves a rest is refused, and so are KV heads that do not divide."""
+    with pytest.raises(InputError, match="hidden_size: 255 is not a multiple of 8 heads"):
         sized({"model_type": "llama", **HEADS, "hidden_size": 255})
     with pytest.raises(InputError, match="num_key_value_heads"):
         sized({"model_type": "llama", **HEADS, "num_key_value_heads": 3})
@@ -143,11 +143,17 @@ def test_field_that_suggests_another_cache_is_refused(field: str, model_type: st
         ModelShape.from_config({"model_type": model_type, **HEADS, field: 4})
 
 
-@pytest.mark.parametrize("value", [None, False, 0, [], "", ["full_attention"] * 4])
+@pytest.mark.parametrize("value", [None, False, 0, [], ""])
 def test_hint_that_says_nothing_is_let_pass(value: object) -> None:
-    """The same fields, null, false, zero, empty or all full attention, suggest nothing."""
-    for field in ("sliding_window", "layer_types", "use_cla", "attention_chunk_size"):
+    """The same fields, null, false, zero or empty, suggest nothing."""
+    for field in ("sliding_window", "use_cla", "attention_chunk_size"):
         assert sized({"model_type": "brand_new", **HEADS, field: value}) == PER_TOKEN
+
+
+@pytest.mark.parametrize("value", [None, [], ["full_attention"] * 4, ["attention"] * 4])
+def test_layer_types_that_are_all_full_are_read_as_such(value: object) -> None:
+    """Every model may list its layers; where all are full attention, it is what it was without the list."""
+    assert sized({"model_type": "brand_new", **HEADS, "layer_types": value}) == PER_TOKEN
 
 
 def test_fields_of_the_draft_suggest_nothing() -> None:

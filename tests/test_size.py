@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
 from kvferry.dtypes import ALIASES, DTYPES, DtypeClass, dtype_named
 from kvferry.errors import InputError
 from kvferry.link.presets import PRESETS, link_preset
-from kvferry.model import LayerKind, ModelShape, load_shape, with_draft
+from kvferry.model import (
+    CacheTensor,
+    LayerGroup,
+    LayerKind,
+    ModelShape,
+    TensorRole,
+    load_shape,
+    with_draft,
+)
 from kvferry.size import kv_size, state_record_bytes
 from kvferry.state import encode_state
+from size_cases import golden_cases
 from state_cases import good_state
 
 LLAMA_8B = load_shape("shape:32x8x128")
@@ -101,9 +112,11 @@ def test_mla_is_replicated_and_crosses_once() -> None:
 
 
 def test_heads_that_do_not_divide_say_what_would() -> None:
-    """TP 6 does not split 8 heads; the error lists the degrees that do."""
-    with pytest.raises(InputError, match=r"tp: 6 .* 8 heads .* 1, 2, 4, 8, 16, 24, 32"):
+    """TP 6 does not split 8 heads; the error names the nearest degrees that do."""
+    with pytest.raises(InputError, match=r"tp: 6 .* 8 heads of full_attention; nearest .*: 4 and 8$"):
         kv_size(LLAMA_8B, 1, tp=6)
+    with pytest.raises(InputError, match=r"tp: 33 .* 32 and 40$"):
+        kv_size(LLAMA_8B, 1, tp=33)
 
 
 def test_state_heads_are_never_replicated() -> None:
@@ -137,8 +150,9 @@ def test_descriptors_count_blocks_layers_and_ranks() -> None:
 
 def test_a_window_grows_until_it_is_full() -> None:
     """One token short of the window each token still adds; from the full window on none does."""
-    config = {"model_type": "mistral", "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
-    shape = ModelShape.from_config({**config, "sliding_window": 64, "dtype": "bfloat16"})
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    config = {"model_type": "mistral", "num_hidden_layers": 1, **heads, "sliding_window": 64}
+    shape = ModelShape.from_config({**config, "dtype": "bfloat16"})
     growing, full = kv_size(shape, 63), kv_size(shape, 64)
     assert (growing.constant_bytes, growing.bytes_per_token) == (0, 32)
     assert (full.constant_bytes, full.bytes_per_token) == (64 * 32, 0)
@@ -246,3 +260,140 @@ def test_presets_are_labelled_and_never_measured() -> None:
     assert link_preset("ib-ndr400").bytes_per_second == 400e9 / 8
     with pytest.raises(InputError, match=r"nvlink3.*eth100"):
         link_preset("isdn")
+
+
+V4 = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "index_head_dim": 128,
+    "sliding_window": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4],
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("block", [16, 64, 256, 1024])
+def test_a_compressor_is_paged_in_its_own_blocks(block: int) -> None:
+    """V4's compressor state and window keep blocks of 4, 8 and 64 rows whatever the block size is."""
+    size = kv_size(ModelShape.from_config(V4), 1024, kv_dtype="fp8_ds_mla", block_size=block)
+    for group in size.groups:
+        if group.kind in {LayerKind.COMPRESSOR, LayerKind.WINDOW}:
+            assert group.blocked_bytes == group.logical_bytes
+    assert size.wire_bytes - size.state_bytes < 1.02 * size.logical_bytes
+    # window: 2 blocks in 43 layers; two states of 2 blocks in 21 layers; 16 blocks in 20 layers
+    pieces = {g.limit_tokens: g.descriptors for g in size.groups if g.limit_tokens}
+    assert size.groups[0].descriptors == 43 * 2
+    assert pieces[8] == 21 * 2 * 2
+
+
+@pytest.mark.parametrize(("block", "ratio"), [(1, 4), (16, 128), (100, 128), (256, 4), (256, 128), (16, 16)])
+def test_rows_and_pieces_of_compressed_layers_agree(block: int, ratio: int) -> None:
+    """Every piece holds a row that moves and every row that moves lies in a piece, whatever the block is."""
+    row = CacheTensor(TensorRole.COMPRESSED, 1, 8)
+    group = LayerGroup(LayerKind.COMPRESSED, (0,), (row,), ratio=ratio)
+    shape = ModelShape("made", 1, (group,), "bf16")
+    rows_per_block = max(1, -(-block // ratio))
+    for tokens in (1, 100, 128, 1000, 20_000):
+        for cached in (0, 100, 128, 1000, tokens):
+            if cached > tokens:
+                continue
+            size = kv_size(shape, tokens, cached_tokens=cached, block_size=block)
+            moved = (size.wire_bytes - size.state_bytes) // 16
+            assert moved == size.descriptors * rows_per_block
+            assert size.logical_bytes // 16 == tokens // ratio
+            held = cached // block * block // ratio // rows_per_block * rows_per_block
+            assert moved >= tokens // ratio - held
+            assert moved - (tokens // ratio - held) < rows_per_block
+
+
+def test_cross_attention_is_paged_like_the_rest() -> None:
+    """Whisper's 1,500 encoder rows take 94 blocks of 16: 1,504 rows held and moved, in 94 pieces a layer."""
+    config = {"model_type": "whisper", "decoder_layers": 2, "decoder_attention_heads": 2, "d_model": 16}
+    size = kv_size(ModelShape.from_config({**config, "dtype": "bfloat16"}), 16, block_size=16)
+    cross = next(group for group in size.groups if group.kind is LayerKind.CROSS)
+    row = 2 * 2 * 16 * 2
+    assert (cross.logical_bytes, cross.blocked_bytes) == (1500 * row, 1504 * row)
+    assert (cross.wire_bytes, cross.allocated_bytes, cross.descriptors) == (1504 * row, 1504 * row, 2 * 94)
+
+
+def test_a_chunk_is_neither_constant_nor_slope_once_it_has_turned() -> None:
+    """Inside the first chunk it grows like attention; after it the chunk comes and goes and is in neither."""
+    config = {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "attention_chunk_size": 100,
+        "layer_types": ["chunked_attention"],
+        "dtype": "bfloat16",
+    }
+    shape = ModelShape.from_config(config)
+    sizes = {tokens: kv_size(shape, tokens) for tokens in (99, 100, 150, 151)}
+    assert (sizes[99].constant_bytes, sizes[99].bytes_per_token, sizes[99].logical_bytes) == (0, 32, 99 * 32)
+    assert {(s.constant_bytes, s.bytes_per_token) for t, s in sizes.items() if t >= 100} == {(0, 0)}
+    assert [sizes[tokens].logical_bytes for tokens in (100, 150, 151)] == [0, 50 * 32, 51 * 32]
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "said"),
+    [
+        (
+            {"model_type": "qwen2", "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584},
+            8,
+            "28 query heads of full_attention; nearest for this model: 4 and 28",
+        ),
+        ({**MLA, "num_attention_heads": 128}, 7, "128 query heads of mla; nearest for this model: 4 and 8"),
+        (
+            {**V4, "num_hidden_layers": 2},
+            3,
+            "64 query heads of sliding_window; nearest for this model: 2 and 4",
+        ),
+    ],
+)
+def test_query_heads_must_divide_over_the_ranks(config: dict[str, object], tp: int, said: str) -> None:
+    """Engines split query heads evenly; a degree that does not is refused, with the nearest that would."""
+    shape = ModelShape.from_config({"num_hidden_layers": 4, **config})
+    with pytest.raises(InputError, match=f"^tp: {tp} does not split the {said}$"):
+        kv_size(shape, 1, tp=tp)
+
+
+def test_what_a_refusal_suggests_is_never_refused() -> None:
+    """The degrees that are named fit every layer group of a hybrid, not only the one in question."""
+    for case in golden_cases():
+        shape = ModelShape.from_config(case.config)
+        has_cross = any(group.kind is LayerKind.CROSS for group in shape.groups)
+        options = {"encoder_tokens": 4 if has_cross else None, "kv_dtype": "bf16"}
+        for tp in (3, 5, 6, 24):
+            try:
+                kv_size(shape, 1, tp=tp, **options)  # type: ignore[arg-type]
+            except InputError as error:
+                for near in re.findall(r"\d+", str(error).rpartition(":")[2]):
+                    kv_size(shape, 1, tp=int(near), **options)  # type: ignore[arg-type]
+
+
+def test_auto_is_the_model_s_own_dtype() -> None:
+    """``auto``, the engines' word for it, is what no dtype at all is."""
+    assert kv_size(LLAMA_8B, 7, kv_dtype="auto") == kv_size(LLAMA_8B, 7)
+
+
+def test_slopes_are_exact_beyond_what_a_float_holds() -> None:
+    """A slope of more than 2^53 bytes a token is a whole number, not the nearest float."""
+    size = kv_size(load_shape("shape:3x9999999x9999999"), 1)
+    assert size.bytes_per_token == size.logical_bytes == 3 * 2 * 9_999_999**2 * 2
+
+
+def test_many_stages_are_split_in_linear_time() -> None:
+    """The borders of 50,000 stages of 100,000 layers are 49,999, two layers apart."""
+    size = kv_size(load_shape("shape:100000x1x1"), 1, pp=50_000)
+    assert set(size.rank_bytes) == {8}
+    assert len(size.rank_bytes) == 50_000
+
+
+def test_dtypes_of_convolution_and_state_do_not_follow_the_kv_dtype() -> None:
+    """A hybrid in fp8 KV keeps its convolution in the model's dtype and its state in float32."""
+    config = next(case.config for case in golden_cases() if case.name.startswith("qwen3.5 hybrid, kv in fp8"))
+    size = kv_size(ModelShape.from_config(config), 100, kv_dtype="fp8")
+    assert [group.dtypes for group in size.groups] == [("fp8_e4m3",), ("bf16", "fp32")]

@@ -18,7 +18,7 @@ import msgspec
 
 from kvferry.errors import InputError
 
-__all__ = ["ALIASES", "DTYPES", "DtypeClass", "KVDtype", "dtype_named"]
+__all__ = ["ALIASES", "DTYPES", "DtypeClass", "KVDtype", "dtype_named", "float_named"]
 
 
 class DtypeClass(StrEnum):
@@ -92,8 +92,22 @@ def dtype_named(name: str, field: str = "kv_dtype") -> KVDtype:
 
     Raises InputError, which names ``field`` and lists the known dtypes.
     """
+    if not isinstance(name, str):
+        raise InputError(f"{field}: {name!r} is not the name of a dtype")
     key = name.strip().lower().removeprefix("torch.")
     dtype = DTYPES.get(ALIASES.get(key, key))
     if dtype is None:
-        raise InputError(f"{field}: {name!r} is not a known dtype; known: {', '.join(DTYPES)}")
+        raise InputError(f"{field}: {name[:60]!r} is not a known dtype; known: {', '.join(DTYPES)}")
+    return dtype
+
+
+def float_named(name: str, field: str) -> KVDtype:
+    """The dtype of that name, which must be a plain floating-point one.
+
+    Raises InputError, which names ``field`` and lists those dtypes.
+    """
+    dtype = dtype_named(name, field)
+    if dtype.dtype_class is not DtypeClass.FLOAT:
+        floats = [entry.name for entry in _ALL if entry.dtype_class is DtypeClass.FLOAT]
+        raise InputError(f"{field}: {name!r} is not one of {', '.join(floats)}")
     return dtype

@@ -8,7 +8,9 @@ the wire and what is allocated differ, so five numbers are kept apart:
 - ``rank_bytes``: what each rank holds, blocks and replication included (index: stage * tp + rank).
 - ``allocated_bytes``: their sum.
 - ``wire_bytes``: what crosses: the blocks that decode does not hold, each byte once even where
-  ranks replicate it, plus ``state_bytes`` for the record of the execution state.
+  ranks replicate it, plus ``state_bytes`` for the record of the execution state. The record is in no
+  pool: ``wire_bytes - state_bytes <= blocked_bytes <= allocated_bytes``, and for a short prompt
+  ``wire_bytes`` alone may be more than all of them.
 
 Prefix hits count in whole blocks and shrink only what grows with every token. Recurrent state,
 cross attention and the tail of a window always move.
@@ -18,13 +20,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import lcm
 
 import msgspec
 
 from kvferry.errors import InputError
 from kvferry.model import Growth, LayerGroup, LayerKind, ModelShape
-from kvferry.model.row import Row, assumed_dtypes, resolve_dtypes, row_of
+from kvferry.model.row import Row, assumed_dtypes, resolve_dtypes, row_of, tp_error
 
 __all__ = ["MAX_TOKENS", "GroupSize", "KVSize", "kv_size", "state_record_bytes"]
 
@@ -36,8 +39,10 @@ class GroupSize(msgspec.Struct, frozen=True):
     """One layer group's share of a :class:`KVSize`.
 
     ``constant_bytes + bytes_per_token * tokens`` is ``logical_bytes`` at this number of tokens;
-    a window counts as growing until it is full. (Compressed rows follow the slope to within
-    one row.) ``limit_tokens`` is the window or chunk, 0 where there is none.
+    a window counts as growing until it is full. Two exceptions: compressed rows follow the slope to
+    within one row, and a chunk, once the first is over, comes and goes between nothing and
+    ``limit_tokens`` rows, so it counts in neither.
+    ``limit_tokens`` is the window or chunk, 0 where there is none; ``ratio`` the tokens per row.
     """
 
     kind: LayerKind
@@ -45,6 +50,7 @@ class GroupSize(msgspec.Struct, frozen=True):
     layers: int
     dtypes: tuple[str, ...]
     limit_tokens: int
+    ratio: int
     logical_bytes: int
     blocked_bytes: int
     allocated_bytes: int
@@ -121,7 +127,7 @@ def kv_size(
         shape: the model; :func:`kvferry.model.with_draft` adds a draft's cache.
         tokens: tokens with KV, prompt and output together; at least 1.
         cached_tokens: prefix tokens that decode holds; counted in whole blocks.
-        kv_dtype: dtype of K and V; None: the config's own.
+        kv_dtype: dtype of K and V; None or ``auto``: the config's own.
         k_dtype, v_dtype: the dtype of one side, over ``kv_dtype``.
         tp, pp: ranks. Heads divide over tp, or are replicated; layers are split over pp.
         block_size: tokens per block; None: not paged.
@@ -133,14 +139,18 @@ def kv_size(
     encoder = _encoder_tokens(shape, encoder_tokens)
     request = _Request(tokens, cached_tokens, block_size, tp, pp, encoder)
     _check(shape, request)
-    dtypes = resolve_dtypes(shape.dtype, kv_dtype, k_dtype, v_dtype)
+    asked = (_asked("kv_dtype", kv_dtype), _asked("k_dtype", k_dtype), _asked("v_dtype", v_dtype))
+    dtypes = resolve_dtypes(shape.dtype, *asked)
     logits = _logits_row(shape) if last_logits else 0
     starts = _stage_starts(shape.num_layers, pp)
     stages = [0] * pp
     groups = []
     num_layers = num_tensors = num_blocks = 0
     for group in shape.groups:
-        row, rows = row_of(group.kind, group.tensors, dtypes, tp), _rows(group, request)
+        own = dtypes if group.dtype is None else resolve_dtypes(group.dtype, *asked)
+        row, rows = row_of(group.kind, group.tensors, own, tp, group.query_heads), _rows(group, request)
+        if row is None:
+            raise tp_error(shape.groups, group, tp)
         groups.append(_group_size(group, row, rows, request))
         num_layers += len(group.layers)
         num_tensors += len(group.layers) * len(group.tensors)
@@ -153,7 +163,7 @@ def kv_size(
     assumed: tuple[str, ...] = ()
     if shape.dtype is None:
         assumed = assumed_dtypes(
-            dtypes, tuple([tensor for group in shape.groups for tensor in group.tensors])
+            dtypes, tuple([tensor for g in shape.groups if g.dtype is None for tensor in g.tensors])
         )
     return _total(shape, request, stages, tuple(groups), state_bytes=state_bytes, assumed=assumed)
 
@@ -192,7 +202,7 @@ def _total(
         wire_bytes=sum([g.wire_bytes for g in groups]) + state_bytes,
         descriptors=sum([g.descriptors for g in groups]),
         constant_bytes=sum([g.constant_bytes for g in groups]),
-        bytes_per_token=_whole(sum([g.bytes_per_token for g in groups])),
+        bytes_per_token=_slope(groups),
         state_bytes=state_bytes,
         groups=groups,
         warnings=shape.warnings + assumed,
@@ -204,6 +214,7 @@ def _group_size(group: LayerGroup, row: Row, rows: _Rows, request: _Request) -> 
     layer_row = layers * row.nbytes
     logical = rows.live * layer_row
     growth = group.kind.growth
+    is_chunk = growth is Growth.CHUNK
     is_growing = growth in {Growth.TOKENS, Growth.COMPRESSED} or (
         growth in {Growth.WINDOW, Growth.CHUNK} and request.tokens < group.limit_tokens
     )
@@ -213,13 +224,14 @@ def _group_size(group: LayerGroup, row: Row, rows: _Rows, request: _Request) -> 
         layers=layers,
         dtypes=row.dtypes,
         limit_tokens=group.limit_tokens,
+        ratio=group.ratio,
         logical_bytes=logical,
         blocked_bytes=rows.blocked * layer_row,
         allocated_bytes=rows.blocked * layers * row.rank_nbytes * request.tp,
         wire_bytes=rows.wire * layer_row,
         descriptors=rows.wire_blocks * layers * row.pieces,
-        constant_bytes=0 if is_growing else logical,
-        bytes_per_token=_whole(layer_row / group.ratio) if is_growing else 0,
+        constant_bytes=0 if is_growing or is_chunk else logical,
+        bytes_per_token=_over(layer_row, group.ratio) if is_growing else 0,
     )
 
 
@@ -230,25 +242,27 @@ def _rows(group: LayerGroup, request: _Request) -> _Rows:
     their absolute positions touches at most one block more per layer.
     """
     tokens, block = request.tokens, request.block_size
+    if block is not None and group.own_block is not None:
+        block = group.own_block
     match group.kind.growth:
         case Growth.CONSTANT:
             return _Rows(1, 1, 1, 1, 1)
         case Growth.ENCODER:
-            encoder = request.encoder_tokens
-            blocks = _blocks(encoder, block)
-            return _Rows(encoder, encoder, encoder, blocks, blocks)
+            return _all_move(request.encoder_tokens, block)
         case Growth.WINDOW:
             return _all_move(min(tokens, group.limit_tokens), block)
         case Growth.CHUNK:
             return _all_move(tokens % group.limit_tokens, block)
-    blocks, ratio = _blocks(tokens, block), group.ratio
+    ratio = group.ratio
     live = tokens // ratio
     if block is None:
         wire = live - request.cached_tokens // ratio
         return _Rows(live, live, wire, 1, 1 if wire else 0)
-    held_blocks = request.cached_tokens // block
-    blocked = -(-blocks * block // ratio)
-    return _Rows(live, blocked, blocked - held_blocks * block // ratio, blocks, blocks - held_blocks)
+    rows_per_block = -(-block // ratio)  # a block of fewer tokens than make a row holds one all the same
+    blocks = -(-live // rows_per_block)
+    held_blocks = request.cached_tokens // block * block // ratio // rows_per_block
+    blocked, held = blocks * rows_per_block, held_blocks * rows_per_block
+    return _Rows(live, blocked, blocked - held, blocks, blocks - held_blocks)
 
 
 def _all_move(live: int, block: int | None) -> _Rows:
@@ -271,7 +285,7 @@ def _stage_starts(num_layers: int, pp: int) -> tuple[int, ...]:
     """
     share, rest = divmod(num_layers, pp)
     sizes = [share + (pp - 1 - rest <= stage < pp - 1) for stage in range(pp)]
-    return tuple(sum(sizes[: stage + 1]) for stage in range(pp - 1))
+    return tuple(accumulate(sizes[:-1]))
 
 
 def _layers_by_stage(layers: tuple[int, ...], starts: tuple[int, ...]) -> list[int]:
@@ -323,5 +337,23 @@ def _logits_row(shape: ModelShape) -> int:
     return shape.vocab_size
 
 
-def _whole(value: float) -> int | float:
-    return int(value) if value == int(value) else value
+def _asked(name: str, dtype: str | None) -> str | None:
+    """The dtype that was asked for; ``auto``, the word of engines for the model's own, is none."""
+    if dtype is not None and not isinstance(dtype, str):
+        raise InputError(f"{name}: {dtype!r} is not the name of a dtype")
+    return None if dtype == "auto" else dtype
+
+
+def _slope(groups: tuple[GroupSize, ...]) -> int | float:
+    """Bytes per token of all groups: exact where that is a whole number."""
+    growing = [group for group in groups if group.bytes_per_token]
+    whole = [slope for group in growing if isinstance(slope := group.bytes_per_token, int)]
+    if len(whole) == len(growing):
+        return sum(whole)
+    common = lcm(*[group.ratio for group in growing])
+    parts = [round(group.bytes_per_token * group.ratio) * (common // group.ratio) for group in growing]
+    return _over(sum(parts), common)
+
+
+def _over(value: int, parts: int) -> int | float:
+    return value // parts if value % parts == 0 else value / parts

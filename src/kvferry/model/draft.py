@@ -24,11 +24,15 @@ def with_draft(shape: ModelShape, draft: str, num_layers: int | None = None) -> 
 
     Raises InputError for ``mtp`` on a model that declares no such layers.
     """
+    if not isinstance(draft, str):
+        raise InputError(f"draft: {draft!r} is neither mtp, eagle, nor the name of a config")
     if draft not in {"mtp", "eagle"}:
         return _own_config(shape, draft, num_layers)
     if not shape.draft_layer:
         raise InputError(f"draft: {shape.model_type} has no attention layer to take the draft's shape from")
     declared = shape.num_draft_layers if draft == "mtp" else 1
+    if num_layers is not None and num_layers < 1:
+        raise InputError(f"draft_layers: {num_layers} is less than 1")
     count = declared if num_layers is None else num_layers
     if count < 1:
         raise InputError(
@@ -50,11 +54,16 @@ def with_draft(shape: ModelShape, draft: str, num_layers: int | None = None) -> 
 def _own_config(shape: ModelShape, draft: str, num_layers: int | None) -> ModelShape:
     if num_layers is not None:
         raise InputError("draft_layers: the draft's own config says how many layers it has")
-    own = load_shape(draft)
+    own = load_shape(draft, "draft")
     groups = tuple(
-        _as_draft(group, tuple(shape.num_layers + layer for layer in group.layers)) for group in own.groups
+        msgspec.structs.replace(
+            _as_draft(group, tuple(shape.num_layers + layer for layer in group.layers)), dtype=own.dtype
+        )
+        for group in own.groups
     )
     warnings = shape.warnings + tuple(f"draft: {warning}" for warning in own.warnings)
+    if own.dtype is None:
+        warnings += ("draft: no dtype in its config; counted in the target's unless one is asked for",)
     return msgspec.structs.replace(shape, groups=shape.groups + groups, warnings=warnings)
 
 

@@ -14,11 +14,12 @@ __all__ = ["FAMILIES", "Family", "FamilyShape", "Heads", "family", "group", "hea
 
 
 class Heads(NamedTuple):
-    """KV heads of a layer, and how many values of K and of V each has per token."""
+    """KV heads of a layer, how many values of K and of V each has per token, and its query heads."""
 
     kv_heads: int
     k_dim: int
     v_dim: int
+    query_heads: int | None = None
 
 
 class FamilyShape(msgspec.Struct, frozen=True):
@@ -27,12 +28,16 @@ class FamilyShape(msgspec.Struct, frozen=True):
     Args:
         num_layers: layers that pipeline parallelism splits.
         groups: the layer groups; empty ones are dropped by the caller.
+        cacheless: the layers that own no cache. With the layers of the groups they must be all layers,
+            each in a group at most ``caches_per_layer`` times; the caller refuses anything else.
         draft_layer: the groups of one draft layer, where it is not simply the last attention layer.
         encoder_tokens: the encoder's length, where the model fixes it.
     """
 
     num_layers: int
     groups: tuple[LayerGroup, ...]
+    cacheless: tuple[int, ...] = ()
+    caches_per_layer: int = 1
     draft_layer: tuple[LayerGroup, ...] = ()
     encoder_tokens: int | None = None
 
@@ -66,13 +71,17 @@ def group(
     *tensors: CacheTensor,
     limit_tokens: int = 0,
     ratio: int = 1,
+    query_heads: int | None = None,
+    own_block: int | None = None,
 ) -> LayerGroup:
     """A layer group of the target model."""
-    return LayerGroup(kind, tuple(layers), tensors, limit_tokens, ratio)
+    return LayerGroup(
+        kind, tuple(layers), tensors, limit_tokens, ratio, query_heads=query_heads, own_block=own_block
+    )
 
 
 def heads_group(kind: LayerKind, layers: Iterable[int], heads: Heads, limit_tokens: int = 0) -> LayerGroup:
     """A group of the target model that stores K and V rows per head."""
     k = CacheTensor(TensorRole.K, heads.kv_heads, heads.k_dim)
     v = CacheTensor(TensorRole.V, heads.kv_heads, heads.v_dim)
-    return group(kind, layers, k, v, limit_tokens=limit_tokens)
+    return group(kind, layers, k, v, limit_tokens=limit_tokens, query_heads=heads.query_heads)

@@ -11,9 +11,9 @@ import msgspec
 
 from kvferry.dtypes import DTYPES, DtypeClass, KVDtype, dtype_named
 from kvferry.errors import InputError
-from kvferry.model.shape import CacheTensor, LayerKind, TensorRole
+from kvferry.model.shape import CacheTensor, LayerGroup, LayerKind, TensorRole
 
-__all__ = ["Dtypes", "Row", "assumed_dtypes", "resolve_dtypes", "row_of"]
+__all__ = ["Dtypes", "Row", "assumed_dtypes", "resolve_dtypes", "row_of", "tp_error"]
 
 _MODEL_ROLES = frozenset({TensorRole.CONV, TensorRole.STATE})
 
@@ -72,22 +72,26 @@ def assumed_dtypes(dtypes: Dtypes, tensors: tuple[CacheTensor, ...]) -> tuple[st
 
 
 @lru_cache(maxsize=4096)
-def row_of(kind: LayerKind, tensors: tuple[CacheTensor, ...], dtypes: Dtypes, tp: int) -> Row:
-    """The row of a layer with these tensors on ``tp`` ranks.
+def row_of(
+    kind: LayerKind,
+    tensors: tuple[CacheTensor, ...],
+    dtypes: Dtypes,
+    tp: int,
+    query_heads: int | None = None,
+) -> Row | None:
+    """The row of a layer with these tensors on ``tp`` ranks; None where ``tp`` does not split its heads.
 
-    Raises InputError for a dtype that this kind of cache has no layout for, and for heads
-    that ``tp`` neither divides nor is a multiple of.
+    Raises InputError for a dtype that this kind of cache has no layout for.
     """
+    if not _splits(tensors, query_heads, tp):
+        return None
     nbytes = rank_nbytes = 0
     names = []
     for tensor in tensors:
         dtype = _dtype_of(tensor, dtypes)
         head_nbytes = _head_nbytes(kind, tensor, dtype)
-        heads = _heads_per_rank(tensor, tp)
-        if heads is None:
-            raise _tp_error(kind, tensors, tp)
         nbytes += tensor.heads * head_nbytes
-        rank_nbytes += heads * head_nbytes
+        rank_nbytes += (_heads_per_rank(tensor, tp) or 0) * head_nbytes
         names.append(dtype.name)
     return Row(nbytes, rank_nbytes, _pieces(tensors, names, tp), tuple(dict.fromkeys(names)))
 
@@ -117,11 +121,28 @@ def _heads_per_rank(tensor: CacheTensor, tp: int) -> int | None:
     return 1 if tensor.is_replicable and tp % tensor.heads == 0 else None
 
 
-def _tp_error(kind: LayerKind, tensors: tuple[CacheTensor, ...], tp: int) -> InputError:
-    heads = " and ".join(str(n) for n in dict.fromkeys(tensor.heads for tensor in tensors))
-    fits = [n for n in range(1, 65) if all(_heads_per_rank(tensor, n) for tensor in tensors)]
+def _splits(tensors: tuple[CacheTensor, ...], query_heads: int | None, tp: int) -> bool:
+    """Whether ``tp`` divides the query heads, and divides or is a multiple of those that are cached."""
+    if query_heads is not None and query_heads % tp:
+        return False
+    return all(_heads_per_rank(tensor, tp) is not None for tensor in tensors)
+
+
+def tp_error(groups: tuple[LayerGroup, ...], group: LayerGroup, tp: int) -> InputError:
+    """The InputError for a ``tp`` that does not split this group, with the nearest that split all groups."""
+
+    def fits(degree: int) -> bool:
+        return all(_splits(one.tensors, one.query_heads, degree) for one in groups)
+
+    if group.query_heads is not None and group.query_heads % tp:
+        heads = f"{group.query_heads} query"
+    else:
+        heads = " and ".join(str(n) for n in dict.fromkeys(tensor.heads for tensor in group.tensors))
+    near = [next(n for n in range(tp - 1, 0, -1) if fits(n))] if tp > 1 else []
+    near += [n for n in range(tp + 1, max(2 * tp, 512) + 1) if fits(n)][:1]
     return InputError(
-        f"tp: {tp} does not split the {heads} heads of {kind}; these would: {', '.join(map(str, fits))}"
+        f"tp: {tp} does not split the {heads} heads of {group.kind}; "
+        f"nearest for this model: {' and '.join(map(str, near))}"
     )
 
 

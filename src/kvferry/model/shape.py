@@ -37,6 +37,7 @@ class LayerKind(StrEnum):
     MLA = "mla"
     INDEXER = "indexer"
     COMPRESSED = "compressed"
+    COMPRESSED_INDEXER = "compressed_indexer"
     COMPRESSOR = "compressor_state"
     CROSS = "cross_attention"
     MAMBA1 = "mamba1"
@@ -58,6 +59,7 @@ _GROWTH = {
     LayerKind.MLA: Growth.TOKENS,
     LayerKind.INDEXER: Growth.TOKENS,
     LayerKind.COMPRESSED: Growth.COMPRESSED,
+    LayerKind.COMPRESSED_INDEXER: Growth.COMPRESSED,
     LayerKind.COMPRESSOR: Growth.WINDOW,
     LayerKind.CROSS: Growth.ENCODER,
 }
@@ -105,6 +107,9 @@ class LayerGroup(msgspec.Struct, frozen=True):
         limit_tokens: the window or chunk, for the kinds that have one.
         ratio: tokens per row, for compressed attention.
         is_draft: the layers belong to the draft model (MTP, EAGLE), not to the target.
+        query_heads: attention heads that tensor parallelism must divide too; None: not known.
+        own_block: rows per block of a pool that is paged in its own way; None: as the request says.
+        dtype: the dtype of the draft's own config, where it has one.
     """
 
     kind: LayerKind
@@ -113,6 +118,9 @@ class LayerGroup(msgspec.Struct, frozen=True):
     limit_tokens: int = 0
     ratio: int = 1
     is_draft: bool = False
+    query_heads: int | None = None
+    own_block: int | None = None
+    dtype: str | None = None
 
 
 class ModelShape(msgspec.Struct, frozen=True):

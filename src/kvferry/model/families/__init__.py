@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvferry.model.families import encoder, full, latent, linear, state_space, window
+from kvferry.model.families import compressed, encoder, full, latent, linear, state_space, window
 
-__all__ = ["encoder", "full", "latent", "linear", "state_space", "window"]
+__all__ = ["compressed", "encoder", "full", "latent", "linear", "state_space", "window"]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from kvferry.model.families.heads import head_shape
+from kvferry.model.families.heads import (
+    full_layers,
+    head_shape,
+    head_width,
+    listed_layers,
+    split_evenly,
+)
 from kvferry.model.fields import Fields
 from kvferry.model.registry import FamilyShape, Heads, family, heads_group, layer_count
 from kvferry.model.shape import LayerKind
@@ -11,10 +17,11 @@ __all__ = ["plain"]
 
 
 _PLAIN = """
-    apertus arcee baichuan bitnet bloom code_llama codegen cohere deepseek diffllama ernie4_5
-    ernie4_5_moe exaone gemma glm glm4 glm4_moe gpt2 gpt_neox gpt_neox_japanese gptj granite
-    granitemoe granitemoeshared helium internlm internlm2 internlm3 llama minimax_m2 nanochat
-    nemotron olmo olmo2 olmoe opt orion persimmon phi seed_oss solar_open stablelm xverse Yi
+    apertus arcee aria_text baichuan bitnet bloom code_llama codegen cohere deepseek diffllama
+    ernie4_5 ernie4_5_moe exaone gemma glm glm4 glm4_moe glm4v_moe_text glm4v_text glm_ocr_text gpt2
+    gpt_neox gpt_neox_japanese gptj granite granitemoe granitemoeshared helium internlm internlm2
+    internlm3 llama nanochat nemotron olmo olmo2 olmoe opt orion persimmon phi seed_oss solar_open
+    stablelm xverse Yi
 """
 
 
@@ -22,7 +29,30 @@ _PLAIN = """
 def plain(f: Fields) -> FamilyShape:
     """Full attention in every layer, one head shape."""
     num_layers = layer_count(f)
-    return FamilyShape(num_layers, (heads_group(LayerKind.FULL, range(num_layers), head_shape(f)),))
+    layers = full_layers(f, num_layers)
+    return FamilyShape(num_layers, (heads_group(LayerKind.FULL, layers, head_shape(f)),))
+
+
+@family("minimax_m2")
+def minimax_m2(f: Fields) -> FamilyShape:
+    """MiniMax-M2: full attention in every layer; ``attn_type_list`` says so with a 1 for each."""
+    num_layers = layer_count(f)
+    listed_layers(f, num_layers, {1: LayerKind.FULL}, "attn_type_list")
+    return plain(f)
+
+
+@family("step3_text", "step3", "step1")
+def step3(f: Fields) -> FamilyShape:
+    """Step 1 and 3: the KV heads are ``num_attention_groups`` (vllm-project/vllm#39796)."""
+    num_layers = layer_count(f)
+    heads, kv_heads = f.count("num_attention_heads"), f.count("num_attention_groups", "num_key_value_heads")
+    split_evenly(f, "num_attention_heads", heads, kv_heads, "KV heads")
+    width = f.optional("head_dim") or head_width(f, heads)
+    f.understands("share_q_dim")  # the rank of the query projection
+    layers = full_layers(f, num_layers)
+    return FamilyShape(
+        num_layers, (heads_group(LayerKind.FULL, layers, Heads(kv_heads, width, width, heads)),)
+    )
 
 
 @family("falcon", "RefinedWeb", "RefinedWebModel")
@@ -33,11 +63,14 @@ def falcon(f: Fields) -> FamilyShape:
     is_multi_query = f.flag("multi_query", default=True)
     if f.flag("new_decoder_architecture", default=f.has("n_head_kv")):
         kv_heads = f.count("num_kv_heads", "n_head_kv")
+        split_evenly(f, "num_attention_heads", heads, kv_heads, "KV heads")
     else:
+        f.understands("num_kv_heads", "n_head_kv")
         kv_heads = 1 if is_multi_query else heads
-    width = f.count("hidden_size") // heads
+    width = head_width(f, heads)
     return FamilyShape(
-        num_layers, (heads_group(LayerKind.FULL, range(num_layers), Heads(kv_heads, width, width)),)
+        num_layers,
+        (heads_group(LayerKind.FULL, full_layers(f, num_layers), Heads(kv_heads, width, width, heads)),),
     )
 
 
@@ -46,40 +79,48 @@ def gpt_bigcode(f: Fields) -> FamilyShape:
     """StarCoder and SantaCoder: ``multi_query`` (true in its class) means one KV head."""
     num_layers = layer_count(f)
     heads = f.count("num_attention_heads", "n_head")
-    width = f.count("hidden_size", "n_embd") // heads
+    width = head_width(f, heads)
     kv_heads = 1 if f.flag("multi_query", default=True) else heads
+    f.understands("num_key_value_heads")  # written back by transformers, from multi_query
     return FamilyShape(
-        num_layers, (heads_group(LayerKind.FULL, range(num_layers), Heads(kv_heads, width, width)),)
+        num_layers,
+        (heads_group(LayerKind.FULL, full_layers(f, num_layers), Heads(kv_heads, width, width, heads)),),
     )
 
 
 @family("chatglm", "qwen")
 def kv_channels(f: Fields) -> FamilyShape:
     """ChatGLM and Qwen 1: ``kv_channels`` is the head width, ``multi_query_group_num`` the KV heads."""
-    num_layers = f.count("num_hidden_layers", "num_layers")
+    num_layers = layer_count(f)
     heads = f.count("num_attention_heads")
     groups = f.optional("multi_query_group_num")
     kv_heads = groups if groups is not None and f.flag("multi_query_attention", default=False) else heads
-    width = f.optional("kv_channels") or f.count("hidden_size") // heads
+    split_evenly(f, "num_attention_heads", heads, kv_heads, "KV heads")
+    width = f.optional("kv_channels") or head_width(f, heads)
     return FamilyShape(
-        num_layers, (heads_group(LayerKind.FULL, range(num_layers), Heads(kv_heads, width, width)),)
+        num_layers, (heads_group(LayerKind.FULL, range(num_layers), Heads(kv_heads, width, width, heads)),)
     )
 
 
 @family("dbrx", "mpt")
 def attn_config(f: Fields) -> FamilyShape:
     """DBRX and MPT: the KV heads are in the nested ``attn_config``."""
-    num_layers = f.count("n_layers", "num_hidden_layers")
+    num_layers = layer_count(f)
     heads = f.count("n_heads", "num_attention_heads")
-    width = f.count("d_model", "hidden_size") // heads
+    width = head_width(f, heads)
     inner = f.nested("attn_config")
     kv_heads = heads
     if inner is not None:
-        kv_heads = inner.optional("kv_n_heads") or (
-            1 if inner.text("attn_type") == "multiquery_attention" else heads
-        )
+        words = {"multihead_attention": heads, "grouped_query_attention": None, "multiquery_attention": 1}
+        kind = inner.text("attn_type")
+        by_kind = None if kind is None else words[inner.one_of("attn_type", kind, words)]
+        kv_heads = inner.optional("kv_n_heads") or by_kind or heads
+        split_evenly(f, "n_heads", heads, kv_heads, "KV heads")
+        # transformers writes a field of the base class here that DBRX does not read
+        inner.understands("num_key_value_heads", "attn_uses_sequence_id")
+        f.understands("num_key_value_heads")
     return FamilyShape(
-        num_layers, (heads_group(LayerKind.FULL, range(num_layers), Heads(kv_heads, width, width)),)
+        num_layers, (heads_group(LayerKind.FULL, range(num_layers), Heads(kv_heads, width, width, heads)),)
     )
 
 
@@ -89,8 +130,9 @@ def hunyuan(f: Fields) -> FamilyShape:
     num_layers = layer_count(f)
     factor = f.optional("cla_share_factor") or 1
     factor = factor if f.flag("use_cla", default=False) else 1
-    owners = range(0, num_layers, factor)
-    return FamilyShape(num_layers, (heads_group(LayerKind.FULL, owners, head_shape(f)),))
+    layers = full_layers(f, num_layers)
+    cacheless = tuple(i for i in layers if i % factor)
+    return FamilyShape(num_layers, (heads_group(LayerKind.FULL, layers[::factor], head_shape(f)),), cacheless)
 
 
 @family("nemotron-nas", "deci")
@@ -101,17 +143,37 @@ def nemotron_nas(f: Fields) -> FamilyShape:
     if blocks is None or len(blocks) != num_layers:
         raise f.error("block_configs", f"one entry for each of the {num_layers} layers is needed")
     heads = f.count("num_attention_heads")
-    width = f.optional("head_dim") or f.count("hidden_size") // heads
+    width = f.optional("head_dim") or head_width(f, heads)
+    f.understands("num_key_value_heads")  # null in the published files: each block has its own
     owners: dict[int, list[int]] = {}
+    cacheless = []
     for i, block in enumerate(blocks):
-        attention = block.nested("attention")
-        if attention is None:
-            raise block.error("attention", "missing")
-        if attention.flag("no_op", default=False) or attention.flag("replace_with_linear", default=False):
-            continue
-        kv_heads = attention.optional("num_key_value_heads")
-        owners.setdefault(kv_heads or heads // attention.count("n_heads_in_group"), []).append(i)
+        kv_heads = _nas_kv_heads(block, heads)
+        if kv_heads is None:
+            cacheless.append(i)
+        else:
+            owners.setdefault(kv_heads, []).append(i)
     groups = [
-        heads_group(LayerKind.FULL, layers, Heads(n, width, width)) for n, layers in sorted(owners.items())
+        heads_group(LayerKind.FULL, layers, Heads(n, width, width, heads))
+        for n, layers in sorted(owners.items())
     ]
-    return FamilyShape(num_layers, tuple(groups))
+    return FamilyShape(num_layers, tuple(groups), tuple(cacheless))
+
+
+def _nas_kv_heads(block: Fields, heads: int) -> int | None:
+    """KV heads of one block; None where attention is replaced and owns no cache."""
+    attention = block.nested("attention")
+    if attention is None:
+        raise block.error("attention", "missing")
+    is_gone = attention.flag("no_op", default=False)
+    is_linear = attention.flag("replace_with_linear", default=False)  # a matrix, not linear attention
+    if is_gone or is_linear:
+        return None
+    shared = attention.optional("n_heads_in_group")
+    kv_heads = attention.optional("num_key_value_heads")
+    if kv_heads is None:
+        shared = attention.count("n_heads_in_group")
+        return split_evenly(attention, "n_heads_in_group", heads, shared, "query heads in a group")
+    if shared is not None and kv_heads * shared != heads:
+        raise attention.error("n_heads_in_group", f"{shared} x {kv_heads} KV heads are not {heads} heads")
+    return kv_heads
