@@ -20,7 +20,18 @@ from rich.console import Console
 from kvferry import errors
 from kvferry.cli import VERBS, app
 from kvferry.protocol import messages
-from kvferry.protocol.table import FINAL, MESSAGES, ROWS, TRUTH, WAITS, Phase, Role, Row
+from kvferry.protocol.table import (
+    FINAL,
+    IN_DOUBT,
+    MESSAGES,
+    ROWS,
+    TRUTH,
+    TRUTH_BY_DECODES_WORD,
+    WAITS,
+    Phase,
+    Role,
+    Row,
+)
 from kvferry.protocol.ticket import Mode
 
 HERE = Path(__file__).parent
@@ -45,6 +56,8 @@ def protocol_page() -> str:
     print("| side | failed while | what is true then |", "| --- | --- | --- |", sep="\n", file=out)
     for (role, phase), truth in TRUTH.items():
         print(f"| {role} | {phase} | {truth} |", file=out)
+    in_doubt = ", ".join(sorted(phase for _, phase in IN_DOUBT))
+    print(f"| prefill | {in_doubt}, by decode's own word | {TRUTH_BY_DECODES_WORD} |", file=out)
     for role in Role:
         for mode in Mode:
             print(f"\n## {role.capitalize()}, {mode}\n", file=out)

@@ -49,6 +49,8 @@ class ErrorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_done: int = 0
     now_true: str = ""
     next_step: str = ""
+    retry_after_seconds: float = 0.0
+    in_doubt: bool = False
 
 
 class KVFerryError(Exception):
@@ -62,6 +64,9 @@ class KVFerryError(Exception):
         bytes_done: payload bytes moved before it happened.
         now_true: what is true now: what is held, what is visible, what was freed.
         next_step: what the reader can do about it.
+        retry_after_seconds: when the peer that had no room wants to be asked again; 0 if nobody said so.
+        in_doubt: prefill cannot know whether decode has the request: ask decode before it is
+            started anywhere else.
     """
 
     kind: ClassVar[str] = "error"
@@ -76,6 +81,8 @@ class KVFerryError(Exception):
         bytes_done: int = 0,
         now_true: str = "",
         next_step: str = "",
+        retry_after_seconds: float = 0.0,
+        in_doubt: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -85,6 +92,8 @@ class KVFerryError(Exception):
         self.bytes_done = bytes_done
         self.now_true = now_true
         self.next_step = next_step
+        self.retry_after_seconds = retry_after_seconds
+        self.in_doubt = in_doubt
 
     def __str__(self) -> str:
         where = ", ".join(
@@ -109,6 +118,8 @@ class KVFerryError(Exception):
             bytes_done=self.bytes_done,
             now_true=self.now_true,
             next_step=self.next_step,
+            retry_after_seconds=self.retry_after_seconds,
+            in_doubt=self.in_doubt,
         )
 
     @staticmethod
@@ -117,6 +128,12 @@ class KVFerryError(Exception):
         fields: dict[str, Any] = msgspec.structs.asdict(record)
         kind = ERROR_KINDS.get(fields.pop("kind"), PeerError)
         return kind(**fields)
+
+    def retold(self, **fields: Any) -> KVFerryError:
+        """A copy with these fields instead of its own: the error as another place knows it."""
+        told = KVFerryError.from_record(msgspec.structs.replace(self.to_record(), **fields))
+        told.__cause__ = self.__cause__
+        return told
 
     def with_context(self, **fields: Any) -> KVFerryError:
         """Fill fields that are still empty, and return self. Fields already set stay as they are."""

@@ -25,10 +25,12 @@ from kvferry.protocol.ticket import Mode
 
 __all__ = [
     "FINAL",
+    "IN_DOUBT",
     "MESSAGES",
     "ROWS",
     "START_PHASE",
     "TRUTH",
+    "TRUTH_BY_DECODES_WORD",
     "Action",
     "Event",
     "Phase",
@@ -194,6 +196,12 @@ TRUTH: dict[tuple[Role, Phase], str] = {
     ): "everything had arrived and was visible; decode gave it up; decode's blocks are free",
     (Role.DECODE, Phase.STARTING): "decode has started",
 }
+
+# Out of these phases prefill cannot know what decode has, unless decode's own word ended it.
+IN_DOUBT = frozenset({(Role.PREFILL, Phase.COMMITTING), (Role.PREFILL, Phase.COMMITTED)})
+TRUTH_BY_DECODES_WORD = (
+    "all blocks moved; decode gave the request up and will not start it; prefill's blocks are free"
+)
 
 
 @dataclass(frozen=True, slots=True)

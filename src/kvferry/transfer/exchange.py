@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import CapacityError, KVFerryError, PeerError
+from kvferry.errors import CapacityError, KVFerryError, LocalError, PeerError
 from kvferry.protocol import messages as m
 from kvferry.protocol.prefix import HeldPrefix, agreed_tokens, prefix_salt
 from kvferry.protocol.table import Role
@@ -150,15 +150,18 @@ def _take_busy(session: Session, message: m.Busy) -> None:
         CapacityError(
             f"{session.peer_name} has no room now: {message.reason}",
             next_step=f"try again in {message.retry_after_ms} ms (the ticket stays good), or elsewhere",
+            retry_after_seconds=message.retry_after_ms / 1e3,
         )
     )
 
 
 def _take_error(session: Session, message: m.Abort | m.Mismatch) -> None:
     error = KVFerryError.from_record(message.error)
+    if isinstance(error, LocalError):  # its own fault there is the peer's here
+        error = PeerError(error.message, next_step=error.next_step)
     error.message = f"{session.peer_name} gave up: {error.message}"
-    # The peer's own view of who its peer is, and of what is true there, is not this side's.
-    error.peer = error.phase = error.now_true = ""
+    error.next_step = error.next_step or "try another worker, or recompute the request"
+    session.peer_gave_up = session.error is None
     session.keep_error(error)
 
 

@@ -17,7 +17,18 @@ from kvferry.layout import BlockTable
 from kvferry.protocol import messages as m
 from kvferry.protocol.machine import Machine
 from kvferry.protocol.prefix import HeldPrefix
-from kvferry.protocol.table import START_PHASE, TRUTH, WAITS, Action, Event, Phase, Role, Wait
+from kvferry.protocol.table import (
+    IN_DOUBT,
+    START_PHASE,
+    TRUTH,
+    TRUTH_BY_DECODES_WORD,
+    WAITS,
+    Action,
+    Event,
+    Phase,
+    Role,
+    Wait,
+)
 from kvferry.protocol.ticket import Mode
 from kvferry.transfer.actions import ACTIONS
 from kvferry.transfer.calls import Arrival, NodeConfig, Outcome
@@ -69,6 +80,7 @@ class Session:
     commit: m.Commit | None = None
     committed: m.Committed | None = None
     error: KVFerryError | None = None
+    peer_gave_up: bool = False
 
     def __post_init__(self) -> None:
         self.config: NodeConfig = self.node.config
@@ -222,12 +234,19 @@ class Session:
     def final_error(self) -> KVFerryError:
         """What ended the transfer, with all that is known about it here."""
         error = self.error or LocalError("the transfer was ended here")
-        return error.with_context(
+        # A copy: one lost connection ends many transfers with one error. What a transport or the
+        # peer knows of where it was and what is true is less than what this transfer knows.
+        place = (self.role, self._failing_phase)
+        in_doubt = place in IN_DOUBT and not self.peer_gave_up
+        return error.retold(
             request_id=self.request_id,
             phase=self._failing_phase.value,
             peer=self.peer_name,
             bytes_done=self.payload.nbytes,
-            now_true=TRUTH.get((self.role, self._failing_phase), ""),
+            now_true=TRUTH_BY_DECODES_WORD
+            if place in IN_DOUBT and self.peer_gave_up
+            else TRUTH.get(place, ""),
+            in_doubt=in_doubt,
         )
 
     def record(self) -> TransferRecord:
