@@ -70,6 +70,8 @@ class Directory:
                 next_step=f"it listens at {', '.join(ticket.addresses) or 'no address'}",
             )
         peer = await self._connected(fit[0])
+        if peer.error is not None:  # lost since then; its sessions were told, and this is not one yet
+            raise peer.error.retold(phase="handshake", now_true="nothing moved, nothing is held")
         if peer.party.incarnation != ticket.incarnation:
             raise PeerError(
                 "the ticket is from an earlier life of its issuer, or another endpoint listens there now",
@@ -85,6 +87,8 @@ class Directory:
             await listener.close()
         for task in list(self._welcomes):
             task.cancel()
+        for connecting in self._by_address.values():
+            connecting.cancel()
         await asyncio.gather(*self._welcomes, *self._by_address.values(), return_exceptions=True)
         for peer in list(self._peers):
             await peer.close()

@@ -44,6 +44,7 @@ _EVENTS: dict[type[m.TransferMessage], Event] = {
     m.Aborted: Event.GOT_ABORTED,
 }
 _BUSY_RETRY_MS = 50
+_ELSEWHERE = "see whether the peer's process lives; try another worker, or recompute the request"
 
 
 class Node:
@@ -71,10 +72,10 @@ class Node:
 
     async def close(self) -> None:
         """Abort what is under way, acknowledged where peers answer; then release everything."""
-        error = LocalError("this endpoint was closed")
+        error = LocalError("this endpoint was closed", next_step="open another, or use another worker")
         for session in self.ledger:
             session.fail(error)
-        if endings := [asyncio.shield(session.ended) for session in self.ledger]:
+        if endings := [session.ended for session in self.ledger]:
             await asyncio.wait(endings, timeout=2 * self.config.timeouts.abort)
         await self.directory.close()
         self.copiers.shutdown(wait=True)
@@ -119,6 +120,7 @@ class Node:
     # Peers.
 
     def _lost(self, peer: Peer, error: KVFerryError) -> None:
+        error = error.retold(next_step=_ELSEWHERE)  # a transport's word is about the connection
         for session in self.ledger:
             if session.peer is peer:
                 session.fail(error, Event.PEER_LOST)

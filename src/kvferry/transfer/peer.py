@@ -33,9 +33,8 @@ async def greet(connection: Connection, local: Party, timeouts: Timeouts) -> Par
     Raises IncompatibleError (either side's reasons), PeerError, DeadlineError, TransportError;
     the connection is closed after any of them.
     """
-    hello = Hello(MAGIC, VERSION[0], VERSION[1], local)
-    await connection.send(encode(hello))
-    answer = await _first_message(connection, timeouts)
+    hello = encode(Hello(MAGIC, VERSION[0], VERSION[1], local))
+    answer = await _first_message(connection, timeouts, say=hello)
     if isinstance(answer, Refuse):
         connection.abort(error := _unfit(answer.reasons, connection, "the peer refuses"))
         raise error
@@ -60,9 +59,11 @@ async def welcome(connection: Connection, local: Party, timeouts: Timeouts) -> P
     return hello.party
 
 
-async def _first_message(connection: Connection, timeouts: Timeouts) -> Message:
+async def _first_message(connection: Connection, timeouts: Timeouts, say: bytes = b"") -> Message:
     try:
         async with asyncio.timeout(timeouts.handshake):
+            if say:
+                await connection.send(say)
             return decode(await connection.receive())
     except TimeoutError:
         error: KVFerryError = DeadlineError(
@@ -72,8 +73,13 @@ async def _first_message(connection: Connection, timeouts: Timeouts) -> Message:
             now_true="nothing is held on either side",
             next_step="is a kvferry endpoint listening at this address, and is its process running?",
         )
+    except asyncio.CancelledError:
+        connection.abort(TransportError("the handshake was given up", phase="handshake"))
+        raise
     except KVFerryError as failure:
-        error = failure.with_context(phase="handshake", peer=connection.peer_address)
+        error = failure.retold(
+            phase="handshake", peer=connection.peer_address, now_true="nothing is held on either side"
+        )
     connection.abort(error)
     raise error
 
@@ -122,7 +128,7 @@ class Peer:
         self._on_lost = on_lost
         self._outbox: deque[bytes] = deque()
         self._wake = asyncio.Event()
-        self._lost = False
+        self.error: KVFerryError | None = None  # why it was lost
         self._heard = asyncio.get_running_loop().time()
         self._tasks = [
             asyncio.ensure_future(task) for task in (self._read_all(), self._write_all(), self._watch())
@@ -135,9 +141,9 @@ class Peer:
 
     def lose(self, error: KVFerryError) -> None:
         """Break the connection now and say so, once."""
-        if self._lost:
+        if self.error is not None:
             return
-        self._lost = True
+        self.error = error
         self.connection.abort(error)
         for task in self._tasks:
             if task is not asyncio.current_task():
@@ -146,7 +152,7 @@ class Peer:
 
     async def close(self) -> None:
         """Send what is queued, within the abort timeout, then end the connection."""
-        if not self._lost:
+        if self.error is None:
             try:
                 async with asyncio.timeout(self._timeouts.abort):
                     while self._outbox:
