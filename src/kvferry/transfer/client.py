@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import DeadlineError, KVFerryError, LocalError
-from kvferry.transfer.calls import Call, CloseCall, NodeConfig, Reply
+from kvferry.transfer.calls import Call, CloseCall, NodeConfig, Reply, StatsCall
 from kvferry.transfer.process import FRAME, serve
 from kvferry.transport.base import Memory
 
@@ -29,7 +29,8 @@ __all__ = ["NodeClient"]
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
 _encoder = msgspec.msgpack.Encoder()
 # Beyond a call's own limit: how long the node may take to say that the limit has passed.
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 0.5
+_REAP_SECONDS = 1.0
 
 
 class NodeClient:
@@ -75,14 +76,26 @@ class NodeClient:
         number = next(self._ids)
         with self._lock:
             if self._closed:
-                raise LocalError("this endpoint is closed")
+                raise _closed() if self._released else self._gone()
             self._futures[number] = future
         self._send(_encoder.encode(kind(number, **fields)))
         return future
 
     def call(self, kind: type[Call], limit_seconds: float, **fields: Any) -> Any:
         """Send a call and wait for its answer, at most ``limit_seconds`` and a grace."""
-        return wait_for(self.submit(kind, **fields), limit_seconds, self._name)
+        return self.wait(self.submit(kind, **fields), limit_seconds)
+
+    def wait(self, future: Future[Any], limit_seconds: float) -> Any:
+        """A future's value or its error, for as long as the node lives: its clocks end every transfer.
+
+        Raises DeadlineError when at the limit, which the node should have kept, it does not answer.
+        """
+        while True:
+            try:
+                return future.result(limit_seconds + _GRACE_SECONDS)
+            except TimeoutError:
+                if not self._answers():
+                    raise self._silent(limit_seconds) from None
 
     def close(self, limit_seconds: float) -> None:
         """End the node and everything that it holds; a node that does not end in time is killed."""
@@ -90,8 +103,13 @@ class NodeClient:
             if self._released:
                 return
             self._released = True
-        with contextlib.suppress(KVFerryError):  # it may be gone already; what is ours is released below
+        try:
             self.call(CloseCall, limit_seconds)
+        except DeadlineError:
+            if self._process is not None:
+                self._process.kill()  # frozen: only this makes sure that it touches nothing any more
+        except KVFerryError:
+            pass  # it is gone already; what is ours is released below
         with self._lock:
             self._closed = True
         with contextlib.suppress(OSError):
@@ -106,6 +124,15 @@ class NodeClient:
                 self._process.wait()
         if self._thread is not None:
             self._thread.join(limit_seconds)
+
+    def _answers(self) -> bool:
+        try:
+            self.submit(StatsCall).result(_GRACE_SECONDS)
+        except TimeoutError:
+            return False
+        except KVFerryError:
+            pass  # it is gone, or closed here: whoever waits gets that as his error
+        return True
 
     def _send(self, body: bytes) -> None:
         with self._lock:
@@ -129,11 +156,21 @@ class NodeClient:
                     future.set_exception(KVFerryError.from_record(reply.error))
                 else:
                     future.set_result(reply.value)
+        if self._process is not None and not self._released:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_REAP_SECONDS)  # so that the error can say what it died of
         with self._lock:
             pending, self._futures = list(self._futures.values()), {}
             closing, self._closed = self._closed, True
         for future in pending:
-            future.set_exception(LocalError("this endpoint was closed") if closing else self._gone())
+            future.set_exception(_closed() if closing else self._gone())
+
+    def _silent(self, limit_seconds: float) -> DeadlineError:
+        return DeadlineError(
+            f"the transfer process of {self._name!r} says nothing, {limit_seconds:.3g} s were allowed",
+            now_true="the transfer goes on as far as is known here, and its blocks are still lent to it",
+            next_step="it is frozen or starved: ask again, or close this endpoint, which ends it for certain",
+        )
 
     def _gone(self) -> LocalError:
         status = None if self._process is None else self._process.poll()
@@ -145,15 +182,10 @@ class NodeClient:
         )
 
 
-def wait_for(future: Future[Any], limit_seconds: float, name: str) -> Any:
-    """The future's value, its error, or DeadlineError when even the node's own clock did not end it."""
-    try:
-        return future.result(limit_seconds + _GRACE_SECONDS)
-    except TimeoutError:
-        raise DeadlineError(
-            f"the transfer process of {name!r} did not answer within {limit_seconds + _GRACE_SECONDS:.3g} s",
-            next_step="it is frozen or starved: look at it, then close this endpoint",
-        ) from None
+def _closed() -> LocalError:
+    return LocalError(
+        "this endpoint is closed", now_true="it holds nothing", next_step="open another endpoint"
+    )
 
 
 def _spawn(theirs: socket.socket, memory: Memory) -> subprocess.Popen[bytes]:

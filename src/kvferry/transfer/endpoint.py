@@ -18,14 +18,14 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
-from kvferry.errors import InputError, KVFerryError
+from kvferry.errors import InputError, KVFerryError, LocalError
 from kvferry.layout import BlockTable
 from kvferry.protocol.messages import Portion, WireTable, to_wire
 from kvferry.protocol.prefix import HeldPrefix
-from kvferry.protocol.ticket import read_ticket
+from kvferry.protocol.ticket import Mode, read_ticket
 from kvferry.state import ExecutionState, Requirements, encode_state, pack_ids
 from kvferry.transfer import calls as c
-from kvferry.transfer.client import NodeClient, wait_for
+from kvferry.transfer.client import NodeClient
 from kvferry.transfer.handles import CALL_SECONDS, Move, Push, cancel, for_transfer
 from kvferry.transfer.pool import Pool
 from kvferry.transfer.trace import TransferRecord
@@ -180,7 +180,7 @@ class Endpoint:
             transport=transport,
             portions=portions,
         )
-        return Push(self._client, transfer, covered, timeout_seconds)
+        return Push(self._client, transfer, covered, timeout_seconds, read_ticket(ticket).request_id)
 
     # Decode.
 
@@ -199,7 +199,7 @@ class Endpoint:
         ``have`` names the prefix whose KV these blocks hold already (``hold_prefix``): what prefill
         finds equal does not move, and a full hit moves only the state. ``portions``: as in ``push``.
         """
-        transfer = read_ticket(ticket).transfer
+        opened = read_ticket(ticket)
         arrival = self._client.submit(
             c.PullCall,
             ticket=bytes(ticket),
@@ -209,7 +209,8 @@ class Endpoint:
             transport=transport,
             portions=portions,
         )
-        return Move(self._client, transfer, arrival, timeout_seconds + self._timeouts.abort)
+        limit = timeout_seconds + self._timeouts.abort
+        return Move(self._client, opened.transfer, arrival, limit, opened.request_id)
 
     def reserve(
         self,
@@ -241,15 +242,17 @@ class Endpoint:
         opened = read_ticket(ticket)
         arrival = self._client.submit(c.ArrivalCall, transfer=opened.transfer)
         limit = opened.lease_ms / 1e3 + self._timeouts.abort
-        return Move(self._client, opened.transfer, arrival, limit)
+        return Move(self._client, opened.transfer, arrival, limit, opened.request_id)
 
     # Both.
 
     def outcome(self, ticket: bytes) -> Future[TransferRecord]:
         """Resolves when this side's blocks are the engine's again: with the record, or the error."""
-        inner = self._client.submit(c.OutcomeCall, transfer=read_ticket(ticket).transfer)
+        opened = read_ticket(ticket)
+        inner = self._client.submit(c.OutcomeCall, transfer=opened.transfer)
         outer: Future[TransferRecord] = Future()
-        inner.add_done_callback(lambda done: _pass_on(done, outer))
+        gives = (opened.mode is Mode.PULL) == (opened.incarnation == self.incarnation)
+        inner.add_done_callback(lambda done: _pass_on(done, outer, opened.request_id, gives))
         return outer
 
     def renew(self, ticket: bytes, lease_seconds: float) -> None:
@@ -260,7 +263,7 @@ class Endpoint:
 
     def withdraw(self, ticket: bytes, reason: KVFerryError | str = "withdrawn") -> None:
         """Take back an offer or a reservation; a move that is under way is aborted."""
-        wait_for(self.cancel(ticket, reason), CALL_SECONDS, "this endpoint")
+        self._client.wait(self.cancel(ticket, reason), CALL_SECONDS)
 
     def cancel(
         self, ticket: bytes, reason: KVFerryError | str, *, unclaimed_only: bool = False
@@ -311,9 +314,12 @@ def _positive(field: str, seconds: float) -> float:
     return float(seconds)
 
 
-def _pass_on(done: Future[Any], outer: Future[TransferRecord]) -> None:
+def _pass_on(done: Future[Any], outer: Future[TransferRecord], request_id: str, gives: bool) -> None:
     error = done.exception()
-    if error is not None:
-        outer.set_exception(error)
-    else:
+    if error is None:
         outer.set_result(done.result().record)
+    else:
+        assert isinstance(error, KVFerryError)
+        if gives and isinstance(error, LocalError) and not error.phase:
+            error.in_doubt = True  # the node is gone, and with it what it knew of decode
+        outer.set_exception(error.with_context(request_id=request_id))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,12 +12,13 @@ import msgspec
 from kvferry.errors import KVFerryError, LocalError
 from kvferry.state import ExecutionState, decode_state, encode_state
 from kvferry.transfer import calls as c
-from kvferry.transfer.client import NodeClient, wait_for
+from kvferry.transfer.client import NodeClient
 from kvferry.transfer.trace import TransferRecord
 
 __all__ = ["CALL_SECONDS", "Move", "Push", "cancel", "for_transfer"]
 
 CALL_SECONDS = 10.0
+_AGAIN = "this side ended it; offer, reserve or pull again to retry"
 
 
 class Move:
@@ -25,9 +28,15 @@ class Move:
     """
 
     def __init__(
-        self, client: NodeClient, transfer: bytes, arrival: Future[Any], limit_seconds: float
+        self,
+        client: NodeClient,
+        transfer: bytes,
+        arrival: Future[Any],
+        limit_seconds: float,
+        request_id: str,
     ) -> None:
         self._client = client
+        self._request_id = request_id
         self.arrival = arrival
         self.limit_seconds = limit_seconds
         self.transfer = transfer
@@ -39,7 +48,8 @@ class Move:
         blocks are the caller's again. Ends by the timeout of the pull, or the lease of the
         reservation, plus the time an abort may take.
         """
-        state = wait_for(self.arrival, self.limit_seconds, "this endpoint").state
+        with _about(self._request_id):
+            state = self._client.wait(self.arrival, self.limit_seconds).state
         return decode_state(state) if state else None
 
     @property
@@ -50,18 +60,22 @@ class Move:
 
     def started(self) -> None:
         """The engine runs on from the state: prefill may forget its copy."""
-        self._client.call(c.StartCall, CALL_SECONDS, transfer=self.transfer)
+        with _about(self._request_id):
+            self._client.call(c.StartCall, CALL_SECONDS, transfer=self.transfer)
 
     def abort(self, error: KVFerryError | str) -> None:
         """Give the transfer up, before or after it arrived (an import that refused, a cancelled request)."""
-        wait_for(cancel(self._client, self.transfer, error), CALL_SECONDS, "this endpoint")
+        self._client.wait(cancel(self._client, self.transfer, error), CALL_SECONDS)
 
 
 class Push:
     """Prefill's side of a push that is under way: parts, then one commit."""
 
-    def __init__(self, client: NodeClient, transfer: bytes, tokens: int, limit_seconds: float) -> None:
+    def __init__(
+        self, client: NodeClient, transfer: bytes, tokens: int, limit_seconds: float, request_id: str
+    ) -> None:
         self._client = client
+        self._request_id = request_id
         self._limit_seconds = limit_seconds
         self._tokens = tokens
         self.transfer = transfer
@@ -73,15 +87,16 @@ class Push:
 
         Raises what ended the transfer, once it has ended.
         """
-        self._client.call(
-            c.LayersCall,
-            self._limit_seconds,
-            transfer=self.transfer,
-            first_layer=first_layer,
-            stop_layer=stop_layer,
-            first_token=first_token,
-            stop_token=self._tokens if stop_token is None else stop_token,
-        )
+        with _about(self._request_id):
+            self._client.call(
+                c.LayersCall,
+                self._limit_seconds,
+                transfer=self.transfer,
+                first_layer=first_layer,
+                stop_layer=stop_layer,
+                first_token=first_token,
+                stop_token=self._tokens if stop_token is None else stop_token,
+            )
 
     def layer(self, layer: int) -> None:
         """One layer is final for all tokens."""
@@ -92,11 +107,22 @@ class Push:
         encoded = (
             b"" if state is None else encode_state(for_transfer(state, self.transfer, self._limit_seconds))
         )
-        self._client.call(c.CommitCall, self._limit_seconds, transfer=self.transfer, state=encoded)
+        with _about(self._request_id):
+            self._client.call(c.CommitCall, self._limit_seconds, transfer=self.transfer, state=encoded)
 
     def abort(self, error: KVFerryError | str) -> None:
         """Give the push up; decode's reservation ends too."""
-        wait_for(cancel(self._client, self.transfer, error), CALL_SECONDS, "this endpoint")
+        self._client.wait(cancel(self._client, self.transfer, error), CALL_SECONDS)
+
+
+@contextlib.contextmanager
+def _about(request_id: str) -> Iterator[None]:
+    """What ends a call of a handle is told with its request, also by a node that is gone."""
+    try:
+        yield
+    except KVFerryError as error:
+        error.with_context(request_id=request_id)
+        raise
 
 
 def for_transfer(state: ExecutionState, transfer: bytes, lease_seconds: float) -> ExecutionState:
@@ -108,7 +134,7 @@ def cancel(
     client: NodeClient, transfer: bytes, error: KVFerryError | str, *, unclaimed_only: bool = False
 ) -> Future[Any]:
     """Tell the node to give a transfer up; the future only says that it was told."""
-    known = LocalError(error) if isinstance(error, str) else error
+    known = LocalError(error, next_step=_AGAIN) if isinstance(error, str) else error
     return client.submit(
         c.CancelCall, transfer=transfer, error=known.to_record(), unclaimed_only=unclaimed_only
     )
