@@ -256,13 +256,16 @@ class FaultyConnection(Connection):
         if fault.what is What.DUPLICATE:
             call(copy)
             return call(copy)
-        arrived = call(replace(copy, plan=first_half(copy.plan)))
+        first, rest = halves(copy.plan)
+        arrived = call(replace(copy, plan=first))
         end_process(fault)
         if fault.what is What.CUT:
             error = _cut(self.peer_address)
             self._inner.abort(error)
             raise error
-        return arrived if fault.what is What.TRUNCATE else call(copy)
+        if fault.what is What.TRUNCATE:
+            return arrived
+        return _joined(arrived, call(replace(copy, plan=rest)))  # thawed: it goes on where it was
 
     def _flip(self, offset: int) -> None:
         self._memory.array[offset] ^= 1
@@ -289,22 +292,44 @@ def damaged(frame: bytes, fault: Fault | None) -> bytes:
 def end_process(fault: Fault) -> None:
     """Stop or kill this process if that is the fault. After a SIGCONT it goes on."""
     if fault.what is What.FREEZE:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # Sent to this very thread: one sent to the process may leave it running for a while.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     if fault.what is What.DIE:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def first_half(plan: CopyPlan) -> CopyPlan:
-    """The first half of a plan's chunks; of one chunk, none."""
-    num_chunks = len(plan.chunk_id) // 2
-    pieces = slice(0, int(plan.chunk_start[num_chunks]))
+def halves(plan: CopyPlan) -> tuple[CopyPlan, CopyPlan]:
+    """The first half of a plan's chunks, and the rest; of one chunk, nothing and all."""
+    middle = len(plan.chunk_id) // 2
+    return _some_chunks(plan, 0, middle), _some_chunks(plan, middle, len(plan.chunk_id))
+
+
+def _some_chunks(plan: CopyPlan, first: int, stop: int) -> CopyPlan:
+    starts = plan.chunk_start[first : stop + 1]
+    pieces = slice(int(starts[0]), int(starts[-1]))
     return CopyPlan(
         plan.src_offset[pieces],
         plan.dst_offset[pieces],
         plan.nbytes[pieces],
-        plan.chunk_start[: num_chunks + 1],
-        plan.chunk_id[:num_chunks],
-        plan.chunk_complete[:num_chunks],
+        starts - starts[0],
+        plan.chunk_id[first:stop],
+        plan.chunk_complete[first:stop],
+    )
+
+
+def _joined(first: Arrived, rest: Arrived) -> Arrived:
+    """Two copies, one after the other, as one."""
+    digests = None
+    if first.digests is not None and rest.digests is not None:
+        digests = np.concatenate([first.digests, rest.digests])
+    return Arrived(
+        path=rest.path,
+        seconds=first.seconds + rest.seconds,
+        piece_offset=np.concatenate([first.piece_offset, rest.piece_offset]),
+        piece_nbytes=np.concatenate([first.piece_nbytes, rest.piece_nbytes]),
+        chunk_id=np.concatenate([first.chunk_id, rest.chunk_id]),
+        chunk_nbytes=np.concatenate([first.chunk_nbytes, rest.chunk_nbytes]),
+        digests=digests,
     )
 
 
