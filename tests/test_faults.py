@@ -1,0 +1,52 @@
+"""Kill -9 and SIGSTOP of either side, at each phase, both modes, both transports: see ``fault_kit``.
+
+One case for each point runs here. All of them, as for docs/reliability.md: KVFERRY_FAULTS=all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from conftest import held_by_this_process, wait_until
+from fault_kit import CASES, Case, Fault, Stage
+from kvferry.protocol.table import Role, phases_of
+from kvferry.protocol.ticket import Mode
+
+
+def chosen() -> list[Case]:
+    """One case a point, faults and transports by turns; or all."""
+    if os.environ.get("KVFERRY_FAULTS") == "all":
+        return list(CASES)
+    points = list(dict.fromkeys((case.victim, case.mode, case.point) for case in CASES))
+    cases = {(case.victim, case.mode, case.point, case.fault, case.scheme): case for case in CASES}
+    return [
+        cases[*point, list(Fault)[index % 4], ("tcp", "shm")[index // 4 % 2]]
+        for index, point in enumerate(points)
+    ]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """The survivor of all cases; in the end nothing of any of them is left."""
+    before = held_by_this_process()
+    with Stage(tmp_path_factory.mktemp("faults")) as made:
+        yield made
+    wait_until(lambda: not held_by_this_process() - before, 5.0, lambda: held_by_this_process() - before)
+
+
+@pytest.mark.parametrize("case", chosen(), ids=str)
+def test_the_survivor_of_a_fault(stage: Stage, case: Case) -> None:
+    """The right error in time, nothing held, the next request served, and never a wrong token."""
+    stage.run(case)
+
+
+def test_the_matrix_has_every_phase_of_every_seat() -> None:
+    """A point is in the matrix for each phase that a victim can be in."""
+    for role in Role:
+        for mode in Mode:
+            points = {case.point for case in CASES if (case.victim, case.mode) == (role, mode)}
+            # ALONE is where a decode gets that has lost its peer: the survivor of "prefill, committed".
+            assert {phase.value for phase in phases_of(role, mode)} - points <= {"alone", "done", "failed"}

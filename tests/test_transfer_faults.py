@@ -1,0 +1,208 @@
+"""What an engine is told when a transfer process, its own or its peer's, is frozen, killed or slow to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from conftest import fill_random, wait_until
+from fault_kit import wait_stopped
+from kvferry.errors import DeadlineError, KVFerryError, LocalError, TransportError
+from kvferry.layout import BlockTable, PoolLayout
+from kvferry.transfer import Endpoint, Move, Timeouts, client
+from kvferry.transfer.directory import Directory
+from kvferry.transfer.peer import Peer
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+Opened = Callable[..., Endpoint]
+TCP = "tcp://127.0.0.1:0"
+TOKENS = 32
+LAYOUT = PoolLayout.paged(range(3), kv_heads=2, head_dim=16, dtype="float32", block_size=8, num_blocks=64)
+
+
+def blocks(first: int) -> BlockTable:
+    return BlockTable(0, range(first, first + 4))
+
+
+@pytest.fixture
+def freeze() -> Iterator[Callable[[Endpoint], None]]:
+    """Stop an endpoint's transfer process; it goes on at the end, unless it was killed."""
+    frozen: list[int] = []
+
+    def stop(endpoint: Endpoint) -> None:
+        pid = endpoint.stats().pid
+        frozen.append(pid)
+        os.kill(pid, signal.SIGSTOP)
+        wait_stopped(pid)
+
+    yield stop
+    for pid in frozen:
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            continue
+
+
+def test_each_transfer_of_a_lost_connection_says_its_own_name(
+    opened: Opened, freeze: Callable[[Endpoint], None]
+) -> None:
+    """One connection breaks under four transfers: four errors, each of its own request and place."""
+    prefill = opened(LAYOUT, TCP, process=True)
+    decode = opened(LAYOUT)
+    tickets = [
+        prefill.offer(None, blocks(4 * n), tokens=TOKENS, request_id=f"r{n}", lease_seconds=5.0)
+        for n in range(4)
+    ]
+    first = decode.pull(tickets[0], blocks(0))
+    first.result()
+    freeze(prefill)
+    moves = [decode.pull(ticket, blocks(4 * n)) for n, ticket in enumerate(tickets) if n]
+    wait_until(lambda: decode.stats().transfers == 4)
+    os.kill(prefill._client.pid, signal.SIGKILL)
+    for number, move in enumerate(moves, 1):
+        with pytest.raises(TransportError) as caught:
+            move.result()
+        assert caught.value.request_id == f"r{number}"
+        assert caught.value.phase == "claiming"
+    first.started()  # it has everything and needs nobody
+
+
+def test_the_engine_of_a_frozen_transfer_process_is_told_and_asks_again(
+    opened: Opened, freeze: Callable[[Endpoint], None]
+) -> None:
+    """The error says that the blocks are still lent; after the thaw the same future tells the end."""
+    prefill = opened(LAYOUT, TCP)
+    decode = opened(LAYOUT, process=True)
+    fill_random(prefill.pool, 1)
+    ticket = prefill.offer(None, blocks(0), tokens=TOKENS, request_id="r")
+    freeze(decode)
+    move = decode.pull(ticket, blocks(8), timeout_seconds=0.2)
+    with pytest.raises(DeadlineError, match="says nothing") as caught:
+        move.result()
+    assert "still lent" in caught.value.now_true
+    assert caught.value.request_id == "r"
+    os.kill(decode._client.pid, signal.SIGCONT)
+    assert move.result() is None
+    move.started()
+
+
+def test_closing_an_endpoint_ends_its_frozen_transfer_process(
+    opened: Opened, freeze: Callable[[Endpoint], None]
+) -> None:
+    """Close kills it: after that, and only after that, nothing can write into the blocks any more."""
+    prefill = opened(LAYOUT, TCP)
+    decode = opened(LAYOUT, process=True, timeouts=Timeouts(abort=0.05))
+    ticket = prefill.offer(None, blocks(0), tokens=TOKENS, request_id="r", lease_seconds=0.5)
+    freeze(decode)
+    move = decode.pull(ticket, blocks(8))
+    decode.close()
+    assert not os.path.exists(f"/proc/{decode._client.pid}")
+    with pytest.raises(LocalError, match="closed") as caught:
+        move.result()
+    assert caught.value.request_id == "r"
+    with pytest.raises(LocalError, match="closed"):
+        decode.stats()
+
+
+def test_calls_after_the_transfer_process_died_say_so(opened: Opened) -> None:
+    """Also the second call is told that the process is gone, and of what, not that somebody closed it."""
+    endpoint = opened(LAYOUT, TCP, process=True)
+    os.kill(endpoint.stats().pid, signal.SIGKILL)
+    for _ in range(2):
+        wait_until(lambda: endpoint._client._closed)
+        with pytest.raises(LocalError, match=r"is gone \(status -9\)") as caught:
+            endpoint.stats()
+        assert caught.value.next_step
+
+
+def test_prefill_without_its_transfer_process_is_in_doubt(opened: Opened) -> None:
+    """With the node of an offer dies what it knew of decode; with that of a pull does not."""
+    for process_of in ("prefill", "decode"):
+        prefill = opened(LAYOUT, TCP, process=process_of == "prefill")
+        decode = opened(LAYOUT, TCP, process=process_of == "decode")
+        ticket = prefill.offer(None, blocks(0), tokens=TOKENS, request_id="r", lease_seconds=2.0)
+        move = decode.pull(ticket, blocks(0))
+        move.result()
+        mine = prefill if process_of == "prefill" else decode
+        outcome = mine.outcome(ticket)
+        os.kill(mine.stats().pid, signal.SIGKILL)
+        with pytest.raises(LocalError, match="is gone") as caught:
+            outcome.result(5)
+        assert caught.value.in_doubt == (process_of == "prefill")
+        assert caught.value.request_id == "r"
+
+
+def test_a_reservation_is_waited_for_as_long_as_it_was_renewed(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``result`` ends by the node's clock, not by the lease that the ticket was issued with."""
+    asked = threading.Event()
+    answers = client.NodeClient._answers
+
+    def tell(self: client.NodeClient) -> bool:
+        asked.set()
+        return answers(self)
+
+    monkeypatch.setattr(client.NodeClient, "_answers", tell)
+    decode = opened(LAYOUT, TCP)
+    prefill = opened(LAYOUT)
+    ticket = decode.reserve("r", TOKENS, blocks(0), lease_seconds=0.2)
+    decode.renew(ticket, 30.0)
+    result = _in_thread(decode.arrival(ticket))
+    assert asked.wait(10)  # the time of the first lease is over
+    push = prefill.push(ticket, blocks(0), tokens=TOKENS)
+    push.layers(0, 3)
+    push.commit(None)
+    assert result.result(10) is None
+
+
+def _in_thread(move: Move) -> Future[object]:
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(move.result())
+        except KVFerryError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="kvferry test waits").start()
+    return future
+
+
+def test_a_peer_lost_before_its_transfer_began(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks between handshake and claim: told at once, not by the timeout."""
+    connected = Directory._connected
+
+    async def connected_and_lost(self: Directory, address: str) -> Peer:
+        peer = await connected(self, address)
+        peer.lose(TransportError("cut"))
+        return peer
+
+    prefill = opened(LAYOUT, TCP)
+    decode = opened(LAYOUT)
+    ticket = prefill.offer(None, blocks(0), tokens=TOKENS, request_id="r")
+    monkeypatch.setattr(Directory, "_connected", connected_and_lost)
+    with pytest.raises(TransportError, match="cut") as caught:
+        decode.pull(ticket, blocks(0), timeout_seconds=60).result()
+    assert caught.value.phase == "handshake"
+    assert caught.value.request_id == "r"
+
+
+def test_an_endpoint_closes_while_it_waits_for_a_handshake(
+    opened: Opened, freeze: Callable[[Endpoint], None]
+) -> None:
+    """A peer that never answers does not hold up a close, whatever its handshake was allowed to take."""
+    prefill = opened(LAYOUT, TCP, process=True)
+    decode = opened(LAYOUT, timeouts=Timeouts(handshake=600.0, abort=0.1), name="waits")
+    ticket = prefill.offer(None, blocks(0), tokens=TOKENS, request_id="r", lease_seconds=5.0)
+    freeze(prefill)
+    with pytest.raises(DeadlineError, match="no connection"):
+        decode.pull(ticket, blocks(0), timeout_seconds=0.2).result()
+    decode.close()
+    assert "kvferry-node-waits" not in [thread.name for thread in threading.enumerate()]
