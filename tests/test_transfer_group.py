@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import signal
 import threading
 import zlib
 from collections import Counter
@@ -14,11 +15,12 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import fill_random, wait_until
+from conftest import QUICK, fill_random, wait_until
 from kvferry.errors import (
     CapacityError,
     CorruptError,
@@ -36,6 +38,7 @@ from kvferry.protocol.ticket import Mode
 from kvferry.transfer import Endpoint, RankGroup, read_bundle, service
 from kvferry.transfer.bundle import pack_layouts, seal_bundle
 from kvferry.transfer.directory import Directory
+from kvferry.transfer.ledger import Ledger
 from kvferry.transfer.portions import Coverage, share_out
 from layout_oracle import RowKey, rows
 
@@ -359,6 +362,46 @@ def test_a_rank_of_decode_that_is_gone(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_whose_transfer_process_is_killed_or_frozen(
+    opened: Opened, mode: Mode, signal_number: signal.Signals
+) -> None:
+    """One of the claimer's peers is gone or silent: the ranks are named in time, the others hold nothing."""
+    splits = (2, 1) if mode is Mode.PULL else (1, 2)
+    quick = msgspec.structs.replace(QUICK, handshake=1.0)
+    source, target = (
+        open_worker(opened, rank_layouts(tp), "tcp", process=tp == 2, timeouts=quick) for tp in splits
+    )
+    claimer, issuer = (target, source) if mode is Mode.PULL else (source, target)
+    handoff = Handoff(source, target, mode).hold()
+    process = psutil.Process(issuer.endpoints[1].stats().pid)
+    process.send_signal(signal_number)
+    try:
+        with pytest.raises((TransportError, DeadlineError), match=r"source rank . to destination rank ."):
+            handoff.claim().send().move.result()
+        assert claimer.is_idle
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+    if mode is Mode.PULL:
+        with pytest.raises(KVFerryError, match="rank"):
+            handoff.outcome.result(10)
+    wait_until(lambda: is_idle(issuer.endpoints[0]))
+
+
+def test_a_rank_that_is_busy(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has no room now refuses its pair: that is said, with what can be done for all of them."""
+    source, target = (open_worker(opened, rank_layouts(tp), "tcp") for tp in (2, 1))
+    handoff = Handoff(source, target, Mode.PULL).hold()
+    monkeypatch.setattr(Ledger, "num_working", 64)
+    with pytest.raises(CapacityError, match=r"source rank . to destination rank 0") as caught:
+        handoff.claim().move.result()
+    assert "new bundle" in caught.value.next_step
+    assert target.is_idle
+    source.group.withdraw(handoff.bundle)
+
+
+@pytest.mark.parametrize("mode", Mode)
 def test_an_import_that_refuses(opened: Opened, mode: Mode) -> None:
     """Decode gives up after all pairs have committed: prefill is told, and nothing is held at any rank."""
     source, target = (open_worker(opened, rank_layouts(tp), "shm") for tp in (2, 3))
@@ -408,9 +451,9 @@ def test_a_bundle_that_nobody_takes_up(opened: Opened, mode: Mode) -> None:
     with pytest.raises(DeadlineError, match="lease ended"):
         issuer.group.outcome(Handoff(source, target, mode).hold(lease_seconds=0.05).bundle).result(5)
     assert issuer.is_idle
-    handoff = Handoff(source, target, mode).hold(lease_seconds=0.5)
+    handoff = Handoff(source, target, mode).hold(lease_seconds=1.0)
     issuer.group.renew(handoff.bundle, 30)
-    short = Handoff(source, target, mode).hold(lease_seconds=0.5)
+    short = Handoff(source, target, mode).hold(lease_seconds=1.0)
     with pytest.raises(DeadlineError):
         issuer.group.outcome(short.bundle).result(5)
     outcome = issuer.group.outcome(handoff.bundle)
@@ -484,7 +527,7 @@ def test_two_ranks_that_push_the_same(opened: Opened) -> None:
 def test_a_rank_that_is_never_pushed(opened: Opened) -> None:
     """One source rank pushes and the other never comes: the lease ends it, and nothing is visible."""
     source, target = (open_worker(opened, rank_layouts(tp), "tcp") for tp in (2, 1))
-    handoff = Handoff(source, target, Mode.PUSH).hold(lease_seconds=0.5)
+    handoff = Handoff(source, target, Mode.PUSH).hold(lease_seconds=1.5)
     ticket = read_bundle(handoff.bundle).tickets[0][0]
     portions = share_out(source.group.layouts, target.group.layouts)[0, 0]
     push = source.endpoints[0].push(ticket, source.tables[0], tokens=TOKENS, portions=portions)

@@ -16,7 +16,15 @@ from functools import partial
 
 import msgspec
 
-from kvferry.errors import CorruptError, DeadlineError, InputError, KVFerryError, LocalError, PeerError
+from kvferry.errors import (
+    CapacityError,
+    CorruptError,
+    DeadlineError,
+    InputError,
+    KVFerryError,
+    LocalError,
+    PeerError,
+)
 from kvferry.layout import PoolLayout
 from kvferry.protocol.messages import Portion
 from kvferry.protocol.table import Phase
@@ -299,5 +307,7 @@ def named(failed: Sequence[tuple[Pair | str, KVFerryError]]) -> KVFerryError:
     message = "; ".join(dict.fromkeys(words))
     first = failed[0][1]
     told = KVFerryError.from_record(msgspec.structs.replace(first.to_record(), message=message))
+    if isinstance(first, CapacityError) and isinstance(failed[0][0], Pair):
+        told.next_step = "ask for a new bundle, here or elsewhere: the other pairs of this one are used up"
     told.__cause__ = first
     return told
