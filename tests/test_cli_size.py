@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
 from kvferry.cli import run
+from kvferry.cli.size import SizeOptions
+from kvferry.cli.size_models import size_models
+from kvferry.cli.size_plot import window_dots
 from size_cases import GoldenCase, golden_cases
 
 JSON_KEYS = {
@@ -198,6 +206,20 @@ MORE_BAD = {
     "shape of zero heads": (["shape:4x0x64", "--tokens", "5"], "model"),
     "shape too large": (["shape:4x99999999x64", "--tokens", "5"], "model"),
     "unknown option": ([SHAPE, "--tokens", "5", "--tokenz", "5"], "tokenz"),
+    "tokens with junk past 40 letters": ([SHAPE, "--tokens", "4096" + 40 * " " + "junk"], "tokens"),
+    "tokens in other digits": ([SHAPE, "--tokens", "\uff14\uff10"], "tokens"),
+    "tokens without a value": ([SHAPE, "--tokens"], "--tokens: needed"),
+    "model of 300 letters": (["a" * 300, "--tokens", "5"], "File name too long"),
+    "model of no letters": (["", "--tokens", "5"], "model"),
+    "model with a zero byte": (["a\0b", "--tokens", "5"], "model"),
+    "name of a hub": (["meta-llama/Llama-3.1-8B", "--tokens", "5"], "not downloaded"),
+    "draft that is no file": ([SHAPE, "--tokens", "5", "--draft", "eagle3"], "draft: eagle3: "),
+    "draft layers 0 of mtp": ([SHAPE, "--tokens", "5", "--draft", "mtp", "--draft-layers", "0"], "than 1"),
+    "encoder tokens for none": ([SHAPE, "--tokens", "5", "--encoder-tokens", "5"], "cross attention"),
+    "plot without an end": ([SHAPE, "--tokens", "5", "--plot", "x"], "plot: 'x'"),
+    "plot to a folder": ([SHAPE, "--tokens", "5", "--plot", "/usr"], "plot: '/usr'"),
+    "plot to no name": ([SHAPE, "--tokens", "5", "--plot", ""], "plot"),
+    "plot to a device": ([SHAPE, "--tokens", "5", "--plot", "/dev/full"], "plot: '/dev/full'"),
     "plot to nowhere": ([SHAPE, "--tokens", "5", "--plot", "/nowhere/o.svg"], "plot"),
     "plot of no kind": ([SHAPE, "--tokens", "5", "--plot", "o.xyz"], "plot"),
 }
@@ -272,3 +294,213 @@ def test_bad_config_is_one_line_and_exit_2(
     assert printed.err.count("\n") == 1
     assert named in printed.err
     assert len(printed.err) < 500
+
+
+def on_a_terminal(columns: int, *arguments: str) -> str:
+    """What ``kvferry`` prints on a terminal of so many columns."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
+    command = [str(Path(sys.executable).with_name("kvferry")), *arguments]
+    printed = b""
+    with subprocess.Popen(command, stdout=follower, stderr=subprocess.PIPE, env=environment) as running:
+        os.close(follower)
+        while True:
+            try:
+                piece = os.read(leader, 65536)
+            except OSError:  # how a terminal says that its other end is closed
+                break
+            if not piece:
+                break
+            printed += piece
+    os.close(leader)
+    assert running.returncode == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", printed.decode())
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_number_is_cut_on_a_narrow_terminal(columns: int, tmp_path: Path) -> None:
+    """Whatever the width, every number is whole and nothing is shortened with dots."""
+    path = write(tmp_path, {**LLAMA, "model_type": "mistral", "sliding_window": 1024})
+    printed = on_a_terminal(columns, "size", str(path), "shape:80x8x128", "--tokens", "4096", "--tp", "8")
+    assert "1,342,177,280 B" in printed
+    assert "327,680 per token" in printed
+    assert "…" not in printed
+    single = on_a_terminal(columns, "size", "shape:80x8x128", "--tokens", "4096")
+    assert "1,342,177,280 B" in single
+    assert ("1,342,177,280 B = 1.34 GB" in single) == (columns > 80)
+
+
+@pytest.mark.parametrize("model_type", ["[/bold]", "[red]x", ":fire:", "a\x1b[31mb\rc\n"])
+def test_a_stranger_s_text_is_printed_as_text(
+    model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No markup, emoji, escape sequence or line break of a config reaches the terminal."""
+    path = write(tmp_path, {**LLAMA, "model_type": model_type})
+    assert run(["size", str(path), "--tokens", "5"]) == 0
+    printed = capsys.readouterr()
+    shown = model_type.replace("\x1b", "\\x1b").replace("\r", "\\r").replace("\n", "\\n")
+    assert f"({shown})" in printed.out
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", printed.out + printed.err)
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_name_that_is_no_utf_8(options: list[str], tmp_path: Path) -> None:
+    """A file name of other bytes than UTF-8 is printed escaped, in the object too."""
+    path = os.fsencode(tmp_path) + b"/caf\xe9.json"
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(LLAMA, file)
+    command = [str(Path(sys.executable).with_name("kvferry")), "size", path, "--tokens", "5", *options]
+    result = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"caf\\" in result.stdout
+    if options:
+        assert "caf" in json.loads(result.stdout)["model"]
+
+
+def shell(script: str) -> subprocess.CompletedProcess[str]:
+    command = f"{Path(sys.executable).with_name('kvferry')} {script}"
+    return subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (f"size {SHAPE} --tokens 5 >&-", "stdout"),
+        (f"size {SHAPE} --tokens 5 >/dev/full", "No space left"),
+        (f"size {SHAPE} --tokens 5 --json >/dev/full", "No space left"),
+        (">/dev/full", "No space left"),
+        ("size --help >/dev/full", "No space left"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_line(script: str, said: str) -> None:
+    """A closed stdout or a full disk: one line on stderr, exit status 1."""
+    result = shell(script)
+    assert result.returncode == 1
+    assert said in one_line(result)
+
+
+def test_a_closed_stderr_leaves_stdout_pure(tmp_path: Path) -> None:
+    """With nowhere to warn, the warning does not land in the JSON object."""
+    path = write(tmp_path, {name: value for name, value in LLAMA.items() if name != "torch_dtype"})
+    result = shell(f"size {path} --tokens 5 --json 2>&-")
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["warnings"]
+    assert shell(f"size {path} --tokens 5 --json 2>/dev/full").stdout == result.stdout
+
+
+def test_a_pipe_without_a_writer_is_refused_at_once(tmp_path: Path) -> None:
+    """Only regular files are read: a named pipe would be waited for without end."""
+    os.mkfifo(tmp_path / "config.json")
+    result = process("size", tmp_path, "--tokens", 5)
+    assert result.returncode == 2
+    assert "not a regular file" in one_line(result)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_without_permission_is_one_line(tmp_path: Path) -> None:
+    """A config in a folder that may not be entered: one line, exit status 2."""
+    path = write(tmp_path / "closed", LLAMA)
+    path.parent.chmod(0)
+    try:
+        result = process("size", path, "--tokens", 5)
+    finally:
+        path.parent.chmod(0o700)
+    assert result.returncode == 2
+    assert "Permission denied" in one_line(result)
+
+
+def test_python_m_kvferry_is_the_command() -> None:
+    """``python -m kvferry`` does what ``kvferry`` does, and calls itself so."""
+    command = [sys.executable, "-m", "kvferry", "size", SHAPE]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert "kvferry size --help" in one_line(result)
+
+
+WHISPER = {
+    "model_type": "whisper",
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+    "d_model": 16,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_options_that_do_not_concern_a_model_are_said_and_ignored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model with cross attention beside one without, one with MTP layers beside one without."""
+    llama, whisper = write(tmp_path / "llama", LLAMA), write(tmp_path / "whisper", WHISPER)
+    assert run(["size", str(llama), str(whisper), "--tokens", "5", "--encoder-tokens", "7", "--json"]) == 0
+    printed = capsys.readouterr()
+    sizes = json.loads(printed.out)["models"]
+    assert sizes[1]["groups"][1]["logical_bytes"] == 7 * 2 * 2 * 16 * 2
+    assert sizes[0]["warnings"] == ["encoder_tokens: this model has no cross attention; ignored"]
+    assert sizes[1]["warnings"] == []
+    assert "llama: encoder_tokens" in printed.err
+
+    mtp = write(tmp_path / "mtp", {**LLAMA, "model_type": "glm4_moe", "num_nextn_predict_layers": 1})
+    assert run(["size", str(llama), str(mtp), "--tokens", "5", "--draft", "mtp", "--json"]) == 0
+    sizes = json.loads(capsys.readouterr().out)["models"]
+    assert [len(size["groups"]) for size in sizes] == [1, 2]
+    assert sizes[0]["warnings"] == ["draft: this model has none for mtp; ignored"]
+
+
+def test_an_error_of_one_of_several_models_says_of_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With several models the error names the file; with one it begins with the field."""
+    good, bad = write(tmp_path / "good", LLAMA), write(tmp_path / "bad", {**LLAMA, "head_dim": "x"})
+    assert run(["size", str(good), str(bad), "--tokens", "5"]) == 2
+    assert capsys.readouterr().err.startswith("kvferry: bad: head_dim: ")
+    assert run(["size", str(bad), "--tokens", "5"]) == 2
+    assert capsys.readouterr().err.startswith("kvferry: head_dim: ")
+    assert run(["size", str(good), str(tmp_path / "none"), "--tokens", "5"]) == 2
+    assert capsys.readouterr().err.startswith("kvferry: none: model: ")
+    three = ["size", str(good), "shape:4x1x64", "--tokens", "5", "--tp", "3"]
+    assert run(three) == 2
+    assert capsys.readouterr().err.startswith("kvferry: good: tp: 3 ")
+
+
+def test_rows_of_layer_groups_have_names_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek V4's compressed rows are told apart by their ratio and by what they hold."""
+    config = next(case.config for case in golden_cases() if case.name.startswith("deepseek-v4-flash fp8"))
+    assert run(["size", str(write(tmp_path, config)), "--tokens", "1000"]) == 0
+    rows = [line.split("  ")[0].strip() for line in capsys.readouterr().out.splitlines()]
+    names = [row for row in rows if row.startswith(("compress", "sliding"))]
+    assert names == [
+        "sliding_window 128",
+        "compressed 1/4",
+        "compressed_indexer 1/4",
+        "compressor_state 8",
+        "compressed 1/128",
+        "compressor_state 128",
+    ]
+
+
+def test_the_fullest_rank_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of unlike stages the table shows the largest: 7 layers over 2 stages are 4 and 3."""
+    assert run(["size", "shape:7x1x1", "--tokens", "1000", "--pp", "2"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "per rank" in line)
+    assert "16,000 B" in line
+
+
+def test_a_chunk_is_shown_as_what_comes_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A chunk that has turned is in no constant part."""
+    config = {**LLAMA, "model_type": "llama4_text", "attention_chunk_size": 64, "layer_types": None}
+    assert run(["size", str(write(tmp_path, config)), "--tokens", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "0 up to a chunk" in next(line for line in out.splitlines() if "chunked_local" in line)
+    assert next(line for line in out.splitlines() if "constant part" in line).split()[-2:] == ["0", "B"]
+
+
+def test_dots_of_a_plot_are_where_windows_fill(tmp_path: Path) -> None:
+    """A dot lies on the curve at the window's length: the size of that many tokens, nothing cached."""
+    path = write(tmp_path, {**LLAMA, "model_type": "mistral", "sliding_window": 1024})
+    (entry,) = size_models([str(path)], SizeOptions(tokens=4096, cached=4096))
+    assert window_dots(entry, 2**17) == ([1024], [1024 * 131072])
+    assert window_dots(entry, 512) == ([], [])

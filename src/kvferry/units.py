@@ -31,17 +31,19 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*(
 
 def _scaled(value: float, table: tuple[tuple[int, str], ...], unit: str) -> str:
     for factor, name in table:
-        if abs(value) >= factor:
-            return (
-                f"{value / factor:.3g} {name}"
-                if abs(value) < 1000 * factor
-                else f"{value / factor:,.0f} {name}"
-            )
-    return (
-        f"{value:.3g} {unit}"
-        if isinstance(value, float) and not value.is_integer()
-        else f"{int(value)} {unit}"
-    )
+        if abs(_rounded(value / factor)) >= 1:
+            return f"{_three_digits(value / factor)} {name}"
+    is_fraction = isinstance(value, float) and not value.is_integer()
+    return f"{_three_digits(value) if is_fraction else int(value)} {unit}"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits, never as a power of ten: 999.6 is ``1,000`` and not ``1e+03``."""
+    return f"{value:.3g}" if abs(_rounded(value)) < 1000 else f"{value:,.0f}"
 
 
 def format_bytes(nbytes: int) -> str:
@@ -68,10 +70,10 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits in the unit that fits: ``"12.5 ms"``, ``"1.5 s"``, ``"340 us"``."""
+    """Three significant digits in the unit that fits, and whole seconds from 1,000 s: ``"12.5 ms"``."""
     for factor, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.3g} {name}"
+        if abs(_rounded(seconds / factor)) >= 1:
+            return f"{_three_digits(seconds / factor)} {name}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
 
 

@@ -7,7 +7,6 @@ Exit status: 0 done (``check``: holds), 1 the transfer or run failed, 2 bad inpu
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -15,6 +14,7 @@ from importlib import metadata
 import cyclopts
 from cyclopts import App
 
+from kvferry.cli.streams import discard_stdout, prepare_streams, say
 from kvferry.errors import InputError, KVFerryError
 
 __all__ = ["VERBS", "app", "main", "run"]
@@ -57,27 +57,40 @@ def run(argv: Sequence[str] | None = None) -> int:
     A verb returns None (status 0) or the status itself.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments:
-        print(FOUR_QUESTIONS)
-        return 0
+    if not prepare_streams():
+        return _say("stdout: is closed, there is nowhere to print to", 1)
     try:
-        status = app(arguments, exit_on_error=False, print_error=False)
+        status = (
+            app(arguments, exit_on_error=False, print_error=False) if arguments else print(FOUR_QUESTIONS)
+        )
         sys.stdout.flush()
     except InputError as error:
-        return _say(str(error), 2)
+        failure = str(error), 2
     except KVFerryError as error:
-        return _say(str(error), 1)
+        failure = str(error), 1
     except cyclopts.CycloptsError as error:
-        return _say(" ".join(str(error).split()), 2)
+        failure = _usage(error), 2
     except BrokenPipeError:
-        # The reader went away (`| head`); what is still buffered must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
+        discard_stdout()  # the reader went away (`| head`)
+        return 1
+    except OSError as error:
+        discard_stdout()
+        failure = f"{error.filename or 'stdout'}: {error.strerror or error}", 1
     except KeyboardInterrupt:
-        return _say("interrupted", 130)
-    return status if isinstance(status, int) else 0
+        failure = "interrupted", 130
+    else:
+        return status if isinstance(status, int) else 0
+    return _say(*failure)
 
 
 def _say(message: str, status: int) -> int:
-    print(f"kvferry: {message}", file=sys.stderr)
+    say(message)
     return status
+
+
+def _usage(error: cyclopts.CycloptsError) -> str:
+    if not isinstance(error, cyclopts.MissingArgumentError):
+        return " ".join(str(error).split())
+    name = error.keyword or (error.argument.name if error.argument is not None else "an argument")
+    command = " ".join(("kvferry", *(error.command_chain or ())))
+    return f"{name}: needed, with a value; see `{command} --help`"

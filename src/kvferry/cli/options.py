@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -10,13 +11,17 @@ from cyclopts import Parameter, Token
 __all__ = ["Flag", "Whole"]
 
 
+_WHOLE = re.compile(r"[+-]?[0-9](?:_?[0-9]){0,39}")
+_SHOWN_LETTERS = 40
+
+
 def _whole_number(_type: object, tokens: Sequence[Token]) -> int:
-    # The converter of cyclopts would round 5.7 to 6.
+    # The converter of cyclopts would round 5.7 to 6, and int() takes digits of any script.
     text = tokens[0].value
-    try:
-        return int(text[:40])
-    except ValueError:
-        raise ValueError(f"{text[:40]!r} is not a whole number") from None
+    if _WHOLE.fullmatch(text.strip()) is None:
+        more = "..." if len(text) > _SHOWN_LETTERS else ""
+        raise ValueError(f"{text[:_SHOWN_LETTERS]!r}{more} is not a whole number of at most 40 digits")
+    return int(text)
 
 
 Whole = Annotated[int, Parameter(converter=_whole_number)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +26,7 @@ class SizeOptions:
     cached: Whole = 0
     "Prefix tokens that decode holds already; counted in whole blocks."
     kv_dtype: str | None = None
-    "Dtype of K and V (bf16, fp8_e4m3, nvfp4, q8_0, fp8_ds_mla, ...). Default: the config's own."
+    "Dtype of K and V (bf16, fp8_e4m3, nvfp4, q8_0, fp8_ds_mla, ...). Default, and auto: the config's own."
     k_dtype: str | None = None
     "Dtype of K, over --kv-dtype."
     v_dtype: str | None = None
@@ -46,13 +45,6 @@ class SizeOptions:
     "Length of what cross attention reads, where the model does not fix it."
     last_logits: Annotated[bool, Flag] = False
     "The state carries a row of logits instead of a pending token."
-
-    def shape_of(self, model: str) -> ModelShape:
-        """The model's shape, with the draft that was asked for."""
-        from kvferry.model import load_shape, with_draft
-
-        shape = load_shape(model)
-        return shape if self.draft is None else with_draft(shape, self.draft, self.draft_layers)
 
     def size_of(self, shape: ModelShape, tokens: int | None = None) -> KVSize:
         """The size as asked; at another number of tokens (``tokens``), with nothing cached."""
@@ -81,32 +73,37 @@ def size(
 ) -> None:
     """Say how many bytes a request's state is, by layer group, and what of it crosses the wire.
 
+    What crosses is the payload and the record of the execution state. The record is in no pool,
+    so for a short prompt more may cross than is allocated; the payload alone never is more.
+
     Parameters
     ----------
     models
         A config.json, a folder with one, or shape:LAYERSxKV_HEADSxHEAD_DIM; several are compared.
+        Names of models on a hub are not downloaded.
     as_json
-        Print one JSON object.
+        Print one JSON object; for several models {"models": [...]}, one object for each.
     plot
         Draw bytes over tokens to this file (.svg, .png, .pdf); needs the extra `plot`.
     """
-    from kvferry.cli.size_table import print_json, print_tables, short_names
+    from kvferry.cli.size_models import size_models
+    from kvferry.cli.size_plot import draw, picture_format
+    from kvferry.cli.size_table import print_json, print_tables
+    from kvferry.cli.streams import say
 
     if not models:
         raise InputError("MODEL: give a config.json, a folder with one, or shape:LAYERSxKV_HEADSxHEAD_DIM")
     if options.draft_layers is not None and options.draft is None:
         raise InputError("draft_layers: given without --draft")
-    shapes = [options.shape_of(model) for model in models]
-    sizes = [options.size_of(shape) for shape in shapes]
-    for name, entry in zip(short_names(models), sizes, strict=True):
-        for warning in entry.warnings:
-            print(f"kvferry: {name}: {warning}", file=sys.stderr)
-    if plot is not None:
-        from kvferry.cli.size_plot import draw
-
-        draw(plot, models, shapes, options)
-        print(f"kvferry: drew {plot}", file=sys.stderr)
+    picture = None if plot is None else picture_format(plot)
+    sized = size_models(models, options)
+    for entry in sized:
+        for warning in entry.size.warnings:
+            say(f"{entry.name}: {warning}")
+    if plot is not None and picture is not None:
+        draw(plot, picture, sized)
+        say(f"drew {plot}")
     if as_json:
-        print_json(models, sizes)
+        print_json(sized)
     else:
-        print_tables(models, sizes)
+        print_tables(sized)

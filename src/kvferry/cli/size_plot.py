@@ -6,20 +6,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.cli.size_table import short_names
 from kvferry.errors import InputError
 from kvferry.size import MAX_TOKENS
 from kvferry.units import format_bytes
 
 if TYPE_CHECKING:
-    from kvferry.cli.size import SizeOptions
+    from kvferry.cli.size_models import SizedModel
     from kvferry.model import ModelShape
     from kvferry.size import KVSize
 
-__all__ = ["curve", "draw", "token_counts", "window_tokens"]
+__all__ = ["curve", "draw", "picture_format", "token_counts", "window_dots"]
+
+_FORMATS = ("svg", "png", "pdf")
 
 _POINTS_PER_DOUBLING = 8
 _MIN_LAST_TOKENS = 2**17
+
+
+def picture_format(path: Path) -> str:
+    """The format that the file's name ends in; another end is an InputError, before anything is drawn."""
+    ending = path.suffix.removeprefix(".").lower()
+    if ending not in _FORMATS:
+        known = ", ".join(f".{name}" for name in _FORMATS)
+        raise InputError(f"plot: {str(path)!r} does not end in one of {known}")
+    return ending
 
 
 def token_counts(asked: int) -> list[int]:
@@ -30,17 +40,22 @@ def token_counts(asked: int) -> list[int]:
     return sorted({count for count in counts if count <= last} | {asked, last})
 
 
-def curve(shape: ModelShape, options: SizeOptions, counts: Sequence[int]) -> list[KVSize]:
+def curve(entry: SizedModel, counts: Sequence[int]) -> list[KVSize]:
     """The sizes at those token counts, with nothing cached."""
-    return [options.size_of(shape, count) for count in counts]
+    return [entry.options.size_of(entry.shape, count) for count in counts]
 
 
-def window_tokens(shape: ModelShape, last: int) -> list[int]:
-    """Windows and chunks of the model that fill up within the picture."""
+def window_dots(entry: SizedModel, last: int) -> tuple[list[int], list[int]]:
+    """Where windows and chunks of the model fill up within the picture, and the bytes there."""
+    windows = _window_tokens(entry.shape, last)
+    return windows, [size.logical_bytes for size in curve(entry, windows)]
+
+
+def _window_tokens(shape: ModelShape, last: int) -> list[int]:
     return sorted({group.limit_tokens for group in shape.groups if 0 < group.limit_tokens <= last})
 
 
-def draw(path: Path, models: Sequence[str], shapes: Sequence[ModelShape], options: SizeOptions) -> None:
+def draw(path: Path, picture: str, sized: Sequence[SizedModel]) -> None:
     """Write the picture: total bytes per model, its constant part dashed, a dot where a window fills.
 
     Raises InputError where matplotlib is missing or the file cannot be written.
@@ -51,24 +66,25 @@ def draw(path: Path, models: Sequence[str], shapes: Sequence[ModelShape], option
         raise InputError("plot: needs matplotlib; pip install 'kvferry[plot]'") from error
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    counts = token_counts(options.tokens)
-    for model, shape in zip(short_names(models), shapes, strict=True):
-        sizes = curve(shape, options, counts)
+    tokens = sized[0].options.tokens
+    counts = token_counts(tokens)
+    for entry in sized:
+        name = entry.name.replace("$", r"\$")  # else matplotlib reads it as a formula
+        sizes = curve(entry, counts)
         totals = [size.logical_bytes for size in sizes]
-        (line,) = axes.plot(counts, totals, label=model)
+        (line,) = axes.plot(counts, totals, label=name)
         constant = sizes[0].constant_bytes  # what is there at the first token and never grows
         if constant:
-            label = f"{model}: constant {format_bytes(constant)}"
+            label = f"{name}: constant {format_bytes(constant)}"
             axes.plot(counts, [constant] * len(counts), "--", color=line.get_color(), label=label)
-        windows = window_tokens(shape, counts[-1])
-        heights = [options.size_of(shape, window).logical_bytes for window in windows]
-        axes.plot(windows, heights, "o", color=line.get_color())
-    axes.axvline(options.tokens, color="grey", linewidth=0.8)
+        axes.plot(*window_dots(entry, counts[-1]), "o", color=line.get_color())
+    axes.axvline(tokens, color="grey", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="bytes, one copy (logical)")
     axes.set_title("state of one request; dots: a window is full; dashed: constant part", fontsize=10)
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend(fontsize=8)
     try:
-        figure.savefig(path)
+        figure.savefig(path, format=picture)
     except (OSError, ValueError) as error:
-        raise InputError(f"plot: cannot write {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"plot: cannot write {path}: {reason}") from error

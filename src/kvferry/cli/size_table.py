@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
+from kvferry.cli.size_models import SizedModel
+from kvferry.cli.streams import printable
 from kvferry.link.presets import link_preset
 from kvferry.model import Growth
 from kvferry.size import GroupSize, KVSize
 from kvferry.units import format_rate, format_seconds, format_size
 
-__all__ = ["SHOWN_LINKS", "LinkTime", "link_times", "print_json", "print_tables", "short_names"]
+__all__ = ["SHOWN_LINKS", "LinkTime", "link_times", "print_json", "print_tables"]
 
 SHOWN_LINKS = ("nvlink4", "ib-ndr400", "eth100", "eth25")
 """Presets of which the time is shown: inside a node, between nodes, and what many clusters have."""
 
 _LINK_TITLE = "time of the wire bytes at brochure rates: unmeasured, no start-up or per-piece cost"
 _PIPE_COLUMNS = 120
-_PIPE_COLUMNS_PER_MODEL = 40
+_ANY_COLUMNS = 10_000  # to measure a table by itself
 
 
 class LinkTime(msgspec.Struct, frozen=True):
@@ -44,34 +47,49 @@ def link_times(size: KVSize) -> list[LinkTime]:
     ]
 
 
-def print_json(models: Sequence[str], sizes: Sequence[KVSize]) -> None:
+def print_json(sized: Sequence[SizedModel]) -> None:
     """One object for one model; ``{"models": [...]}`` for several."""
     objects = [
-        {"model": model, **msgspec.to_builtins(size), "link_times": msgspec.to_builtins(link_times(size))}
-        for model, size in zip(models, sizes, strict=True)
+        {
+            "model": printable(entry.model),
+            **msgspec.to_builtins(entry.size),
+            "link_times": msgspec.to_builtins(link_times(entry.size)),
+        }
+        for entry in sized
     ]
     print(msgspec.json.encode(objects[0] if len(objects) == 1 else {"models": objects}).decode())
 
 
-def print_tables(models: Sequence[str], sizes: Sequence[KVSize]) -> None:
-    """Per model its layer groups; then the totals of all models side by side, and the link times."""
-    names = short_names(models)
-    width = None if sys.stdout.isatty() else max(_PIPE_COLUMNS, 20 + _PIPE_COLUMNS_PER_MODEL * len(models))
-    console = Console(width=width, highlight=False)
-    for name, size in zip(names, sizes, strict=True):
-        console.print(_title(name, size), _groups_table(size), sep="\n")
-    console.print(_totals_table(names, sizes))
-    console.print(_LINK_TITLE, _link_table(names, sizes), sep="\n")
+def print_tables(sized: Sequence[SizedModel]) -> None:
+    """Per model its layer groups; then the totals of all models side by side, and the link times.
+
+    No number is ever cut: what does not fit is stacked, and a line that still does not is longer
+    than the terminal, which wraps it.
+    """
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_COLUMNS
+    names = [entry.name for entry in sized]
+    sizes = [entry.size for entry in sized]
+    totals = _totals_table(names, sizes, " = ")
+    if len(sized) > 1 or _width(totals) > columns:
+        totals = _totals_table(names, sizes, "\n")
+    groups = [_groups_table(size) for size in sizes]
+    links = _link_table(names, sizes)
+    wide = max(columns, *(_width(table) for table in (*groups, totals, links)))
+    console = _console(wide)
+    for name, size, table in zip(names, sizes, groups, strict=True):
+        console.print(_title(name, size), table, sep="\n")
+    console.print(totals)
+    console.print(_LINK_TITLE, links, sep="\n")
 
 
-def short_names(models: Sequence[str]) -> list[str]:
-    """Short names: a file's folder for a config.json; the arguments themselves where two would be alike."""
-    short = []
-    for model in models:
-        path = Path(model)
-        named = path.parent if path.name == "config.json" else path
-        short.append(model if model.startswith("shape:") else named.name or model)
-    return short if len(set(short)) == len(short) else list(models)
+def _console(width: int) -> Console:
+    # Names in the tables are a stranger's: no markup, no emoji, nothing but the text.
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def _width(table: Table) -> int:
+    console = _console(_ANY_COLUMNS)
+    return Measurement.get(console, console.options, table).maximum
 
 
 def _table(first: str, *columns: str) -> Table:
@@ -84,8 +102,9 @@ def _table(first: str, *columns: str) -> Table:
 
 def _title(name: str, size: KVSize) -> str:
     blocks = "not paged" if size.block_size is None else f"blocks of {size.block_size}"
+    kind = printable(size.model_type)
     return (
-        f"{name} ({size.model_type}): {size.tokens:,} tokens, {size.cached_tokens:,} of them at decode, "
+        f"{name} ({kind}): {size.tokens:,} tokens, {size.cached_tokens:,} of them at decode, "
         f"tp {size.tp}, pp {size.pp}, {blocks}"
     )
 
@@ -108,6 +127,7 @@ def _groups_table(size: KVSize) -> Table:
 
 def _group_name(group: GroupSize) -> str:
     limit = f" {group.limit_tokens:,}" if group.limit_tokens else ""
+    limit += f" 1/{group.ratio}" if group.ratio > 1 else ""
     return f"{'draft ' if group.is_draft else ''}{group.kind}{limit}"
 
 
@@ -115,12 +135,11 @@ def _growth(group: GroupSize) -> str:
     if group.bytes_per_token:
         until = f" until {group.limit_tokens:,}" if group.limit_tokens else ""
         return f"{group.bytes_per_token:,} per token{until}"
-    return "up to its chunk" if group.kind.growth is Growth.CHUNK else "constant"
+    return "0 up to a chunk" if group.kind.growth is Growth.CHUNK else "constant"
 
 
-def _totals_table(names: Sequence[str], sizes: Sequence[KVSize]) -> Table:
+def _totals_table(names: Sequence[str], sizes: Sequence[KVSize], glue: str) -> Table:
     table = _table("", *names)
-    glue = " = " if len(sizes) == 1 else "\n"
 
     def add(label: str, texts: list[str]) -> None:
         table.add_row(label, *texts)

@@ -48,7 +48,7 @@ def load_shape(model: str, field: str = "model") -> ModelShape:
         data = _read(path)
     except (OSError, ValueError) as error:  # a ValueError is a zero byte in the name
         reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"{field}: {model[:_SHOWN_LETTERS]}: {reason}{_hub_hint(model)}") from error
+        raise InputError(f"{field}: {model[:_SHOWN_LETTERS]}: {reason}{_hint(model, field)}") from error
     return shape_from_config(_parse(path, data, field))
 
 
@@ -64,8 +64,10 @@ def _read(path: Path) -> bytes:
         return file.read(MAX_CONFIG_NBYTES + 1)
 
 
-def _hub_hint(model: str) -> str:
-    """What to do where the name looks like one of a model on a hub (``owner/name``) and is no path."""
+def _hint(model: str, field: str) -> str:
+    """What to give instead: of a draft, and where the name looks like one of a model on a hub."""
+    if field == "draft":
+        return "; a draft is mtp, eagle, or a config"
     is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.endswith(".json")
     return "; names of models on a hub are not downloaded: give its config.json" if is_hub_name else ""
 
