@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from kvferry.model import ModelShape, TensorRole
+from kvferry.model.class_defaults import CLASS_DEFAULTS
 from kvferry.size import kv_size
 
 pytest.importorskip("torch", reason="extra [verify] is not installed: no torch")
@@ -324,6 +325,16 @@ def test_cache_tensors_have_the_size_computed(case: Case) -> None:
     used: set[str] = set()
     total = sum(adjusted_nbytes(path, tensor, layer, shape, used) for path, tensor, layer in cache)
     assert (total, used) == (size.logical_bytes, set(case.adjustments))
+
+
+@pytest.mark.parametrize("model_type", CLASS_DEFAULTS)
+def test_class_defaults_are_those_of_the_config_class(model_type: str) -> None:
+    """Every value that stands in for a field left out is the attribute of the model's config class."""
+    import transformers
+
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    for name, value in CLASS_DEFAULTS[model_type].items():
+        assert getattr(config_class, name) == value
 
 
 def test_deepseek_v4_grows_by_its_slope_and_keeps_its_window() -> None:
