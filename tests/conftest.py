@@ -23,7 +23,8 @@ import pytest
 from kvferry.layout import PoolLayout
 from kvferry.transfer import Endpoint, Pool, Timeouts
 
-QUICK = Timeouts(handshake=5.0, heartbeat=0.1, lost=0.6, abort=0.3, start=2.0)
+# Patient enough for a machine that runs other tests beside; what is about silence sets its own.
+QUICK = Timeouts(handshake=10.0, heartbeat=0.2, lost=3.0, abort=0.3, start=5.0)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: Callable[[], Any] = str) -> None:
