@@ -9,6 +9,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import contextlib
 import gc
+import itertools
 import threading
 import time
 from collections import Counter
@@ -25,6 +26,14 @@ from kvferry.transfer import Endpoint, Pool, Timeouts
 
 # Patient enough for a machine that runs other tests beside; what is about silence sets its own.
 QUICK = Timeouts(handshake=10.0, heartbeat=0.2, lost=3.0, abort=0.3, start=5.0)
+
+
+_numbers = itertools.count()
+
+
+def unique_address(scheme: str) -> str:
+    """An address that no other test, of this process or another, listens at."""
+    return "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://test-{os.getpid()}-{next(_numbers)}"
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: Callable[[], Any] = str) -> None:

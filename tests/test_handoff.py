@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from conftest import QUICK, wait_until
+from conftest import QUICK, unique_address, wait_until
 from kvferry.engines.reference import FinishReason, ReferenceEngine, StepOutput, tiny_model
 from kvferry.errors import (
     CapacityError,
@@ -71,9 +70,7 @@ def worker(opened: Callable[..., Endpoint]) -> Opened:
             engine.pool.allocate(engine.pool.num_free_blocks)
         )
         engine.pool.free(shuffled)
-        address = (
-            "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://handoff-{os.getpid()}-{next(_names)}"
-        )
+        address = unique_address(scheme)
         endpoint = opened(
             layout, address, pool=pool, requirements=engine.requirements(), process=process, timeouts=QUICK
         )

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from conftest import fill_random, wait_until
+from conftest import fill_random, unique_address, wait_until
 from kvferry.engines.reference import Model, ReferenceEngine, StepOutput, tiny_model
 from kvferry.errors import CorruptError, IncompatibleError, InputError, LocalError, PeerError
 from kvferry.layout import PoolLayout
@@ -101,7 +101,7 @@ def worker(opened: Callable[..., Endpoint]) -> Opened:
         endpoints = [
             opened(
                 pool.layout,
-                "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://ranks-{next(_names)}",
+                unique_address(scheme),
                 pool=pool,
                 requirements=needs,
             )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from conftest import fill_random, wait_until
+from conftest import fill_random, unique_address, wait_until
 from kvferry.errors import (
     CapacityError,
     CorruptError,
@@ -27,7 +25,6 @@ from kvferry.transfer import Endpoint, Timeouts
 Opened = Callable[..., Endpoint]
 SCHEMES = ("inproc", "shm", "tcp")
 TOKENS = 37
-_names = itertools.count()
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -41,10 +38,6 @@ def layout(block_size: int = 8, **changes: object) -> PoolLayout:
         "num_blocks": 64,
     }
     return PoolLayout.paged(range(3), **(options | changes))  # type: ignore[arg-type]
-
-
-def address(scheme: str) -> str:
-    return "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://test-{os.getpid()}-{next(_names)}"
 
 
 def table(block_size: int, seed: int, tokens: int = TOKENS, num_blocks: int = 64) -> BlockTable:
@@ -96,8 +89,8 @@ def move(prefill: Endpoint, decode: Endpoint, src: BlockTable, dst: BlockTable, 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bytes_arrive_and_nothing_is_held(opened: Opened, scheme: str, mode: Mode) -> None:
     """Every live byte arrives, no other byte changes, the record says what moved, both sides are idle."""
-    prefill = opened(layout(8), address(scheme), name="prefill")
-    decode = opened(layout(4, axis_order="HND", joined_kv=True), address(scheme), name="decode")
+    prefill = opened(layout(8), unique_address(scheme), name="prefill")
+    decode = opened(layout(4, axis_order="HND", joined_kv=True), unique_address(scheme), name="decode")
     fill_random(prefill.pool, 1)
     src, dst = table(8, 2), table(4, 3)
     move(prefill, decode, src, dst, mode)
@@ -114,8 +107,8 @@ def test_bytes_arrive_and_nothing_is_held(opened: Opened, scheme: str, mode: Mod
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_transfer_processes(opened: Opened, scheme: str, mode: Mode) -> None:
     """The same with each node in a transfer process of its own, which ends with its endpoint."""
-    prefill = opened(layout(8), address(scheme), name="prefill", process=True)
-    decode = opened(layout(8), address(scheme), name="decode", process=True)
+    prefill = opened(layout(8), unique_address(scheme), name="prefill", process=True)
+    decode = opened(layout(8), unique_address(scheme), name="decode", process=True)
     assert len({prefill.stats().pid, decode.stats().pid}) == 2
     fill_random(prefill.pool, 1)
     src, dst = table(8, 2), table(8, 3)
@@ -127,8 +120,8 @@ def test_transfer_processes(opened: Opened, scheme: str, mode: Mode) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_many_at_once(opened: Opened, scheme: str, mode: Mode) -> None:
     """Requests in flight together, between the same two endpoints, each get their own bytes."""
-    prefill = opened(layout(8), address(scheme))
-    decode = opened(layout(8), address(scheme))
+    prefill = opened(layout(8), unique_address(scheme))
+    decode = opened(layout(8), unique_address(scheme))
     fill_random(prefill.pool, 4)
     ids = np.random.default_rng(5).permutation(64)[:60].reshape(12, 5)
     tables = [BlockTable(0, row) for row in ids]
@@ -155,7 +148,7 @@ def test_many_at_once(opened: Opened, scheme: str, mode: Mode) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_blocks_zeroed_after_export_are_refused(opened: Opened, scheme: str) -> None:
     """Prefill's blocks change between offer and pull: the digests of the export refuse what arrives."""
-    prefill = opened(layout(), address(scheme))
+    prefill = opened(layout(), unique_address(scheme))
     decode = opened(layout())
     fill_random(prefill.pool, 6)
     src = table(8, 2)
@@ -174,8 +167,8 @@ def test_blocks_zeroed_after_export_are_refused(opened: Opened, scheme: str) -> 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_layer_pushed_too_early_is_refused(opened: Opened, scheme: str) -> None:
     """A layer that prefill still wrote after it was pushed does not pass the commit."""
-    prefill = opened(layout(), address(scheme))
-    decode = opened(layout(), address(scheme))
+    prefill = opened(layout(), unique_address(scheme))
+    decode = opened(layout(), unique_address(scheme))
     fill_random(prefill.pool, 6)
     ticket = decode.reserve("r", TOKENS, table(8, 3))
     arrived = decode.arrival(ticket)
@@ -191,8 +184,8 @@ def test_a_layer_pushed_too_early_is_refused(opened: Opened, scheme: str) -> Non
 
 def test_a_part_never_pushed_is_refused(opened: Opened) -> None:
     """A push that commits without one of its layers is refused for the missing chunks."""
-    prefill = opened(layout(), address("tcp"))
-    decode = opened(layout(), address("tcp"))
+    prefill = opened(layout(), unique_address("tcp"))
+    decode = opened(layout(), unique_address("tcp"))
     ticket = decode.reserve("r", TOKENS, table(8, 3))
     arrived = decode.arrival(ticket)
     push = prefill.push(ticket, table(8, 2), tokens=TOKENS)
@@ -204,7 +197,7 @@ def test_a_part_never_pushed_is_refused(opened: Opened) -> None:
 
 def test_integrity_off_is_agreed_and_recorded(opened: Opened) -> None:
     """Without integrity the bytes still arrive whole, and the record says that nothing compared them."""
-    prefill = opened(layout(), address("tcp"), integrity=False)
+    prefill = opened(layout(), unique_address("tcp"), integrity=False)
     decode = opened(layout(), integrity=False)
     fill_random(prefill.pool, 8)
     src, dst = table(8, 2), table(8, 3)
@@ -218,7 +211,7 @@ def test_integrity_off_is_agreed_and_recorded(opened: Opened) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_unfit_pairs_are_refused_by_name(opened: Opened, scheme: str) -> None:
     """Another dtype: refused at the handshake, with the field, and nothing is held for it at decode."""
-    prefill = opened(layout(), address(scheme))
+    prefill = opened(layout(), unique_address(scheme))
     decode = opened(layout(dtype="float16"))
     ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
     with pytest.raises(IncompatibleError, match="dtype"):
@@ -235,7 +228,7 @@ def test_a_peer_that_holds_a_part_only_is_refused(opened: Opened, mode: Mode, ch
     options = {"kv_heads": 2, "head_dim": 16, "dtype": "float32", "block_size": 8, "num_blocks": 64}
     options |= {name: value for name, value in change.items() if name != "layers"}
     part = PoolLayout.paged(range(change.get("layers", 3)), **options)  # type: ignore[arg-type]
-    prefill, decode = opened(part, address("tcp")), opened(layout(), address("tcp"))
+    prefill, decode = opened(part, unique_address("tcp")), opened(layout(), unique_address("tcp"))
     if mode is Mode.PULL:
         ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
         arrived = decode.pull(ticket, table(8, 3))
@@ -251,7 +244,7 @@ def test_a_peer_that_holds_a_part_only_is_refused(opened: Opened, mode: Mode, ch
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_expired_ticket(opened: Opened, scheme: str) -> None:
     """A ticket whose lease has ended is refused with the reason, and prefill's blocks are free."""
-    prefill = opened(layout(), address(scheme))
+    prefill = opened(layout(), unique_address(scheme))
     decode = opened(layout())
     ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r", lease_seconds=0.05)
     with pytest.raises(DeadlineError, match="lease ended while held"):
@@ -264,7 +257,7 @@ def test_expired_ticket(opened: Opened, scheme: str) -> None:
 
 def test_ticket_is_single_use(opened: Opened) -> None:
     """A ticket that was used, or is in use, cannot be claimed again, by anyone."""
-    prefill = opened(layout(), address("tcp"))
+    prefill = opened(layout(), unique_address("tcp"))
     decode, other = opened(layout()), opened(layout())
     ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
     arrived = decode.pull(ticket, table(8, 3))
@@ -280,7 +273,7 @@ def test_ticket_is_single_use(opened: Opened) -> None:
 
 def test_restarted_prefill_refuses_old_tickets(opened: Opened) -> None:
     """A ticket from an earlier life of the endpoint at the same address fails closed."""
-    first = opened(layout(), address("tcp"))
+    first = opened(layout(), unique_address("tcp"))
     where = first.addresses[0]
     ticket = first.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
     first.close()
@@ -295,7 +288,7 @@ def test_restarted_prefill_refuses_old_tickets(opened: Opened) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_peer_gone(opened: Opened, scheme: str) -> None:
     """Nobody listens any more at the ticket's address: one clear error, nothing held."""
-    prefill = opened(layout(), address(scheme))
+    prefill = opened(layout(), unique_address(scheme))
     decode = opened(layout())
     ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
     prefill.close()
@@ -308,7 +301,7 @@ def test_peer_gone(opened: Opened, scheme: str) -> None:
 
 def test_closing_prefill_ends_a_claimed_transfer(opened: Opened) -> None:
     """Prefill closes while decode holds a committed request: decode keeps all it has."""
-    prefill = opened(layout(), address("tcp"))
+    prefill = opened(layout(), unique_address("tcp"))
     decode = opened(layout())
     fill_random(prefill.pool, 1)
     src, dst = table(8, 2), table(8, 3)
@@ -323,7 +316,7 @@ def test_closing_prefill_ends_a_claimed_transfer(opened: Opened) -> None:
 
 def test_decode_gives_up_after_commit(opened: Opened) -> None:
     """An import that fails at decode's engine is told to prefill, whose blocks come back."""
-    prefill = opened(layout(), address("tcp"))
+    prefill = opened(layout(), unique_address("tcp"))
     decode = opened(layout())
     ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
     outcome = prefill.outcome(ticket)
@@ -337,7 +330,7 @@ def test_decode_gives_up_after_commit(opened: Opened) -> None:
 
 def test_withdrawn_offer(opened: Opened) -> None:
     """Prefill takes an offer back before anyone claimed it."""
-    prefill = opened(layout(), address("tcp"))
+    prefill = opened(layout(), unique_address("tcp"))
     ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
     prefill.withdraw(ticket, "the client went away")
     with pytest.raises(LocalError, match="went away"):
@@ -347,7 +340,7 @@ def test_withdrawn_offer(opened: Opened) -> None:
 
 def test_renewed_lease_outlives_its_first_end(opened: Opened) -> None:
     """A renewed offer can be claimed after the lease that it was made with has ended."""
-    prefill = opened(layout(), address("tcp"))
+    prefill = opened(layout(), unique_address("tcp"))
     decode = opened(layout())
     short = prefill.offer(None, table(8, 1), tokens=TOKENS, request_id="short", lease_seconds=0.3)
     ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r", lease_seconds=0.3)
@@ -361,7 +354,7 @@ def test_renewed_lease_outlives_its_first_end(opened: Opened) -> None:
 
 def test_no_room_for_more_transfers(opened: Opened) -> None:
     """A node at its limit says so; the one more holds nothing."""
-    prefill = opened(layout(), address("tcp"), max_transfers=1)
+    prefill = opened(layout(), unique_address("tcp"), max_transfers=1)
     prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
     with pytest.raises(CapacityError, match="max_transfers"):
         prefill.offer(None, table(8, 3), tokens=TOKENS, request_id="s")
@@ -370,8 +363,8 @@ def test_no_room_for_more_transfers(opened: Opened) -> None:
 
 def test_push_of_more_tokens_than_reserved(opened: Opened) -> None:
     """A push larger than the reservation is refused before a byte moves."""
-    prefill = opened(layout(), address("tcp"))
-    decode = opened(layout(), address("tcp"))
+    prefill = opened(layout(), unique_address("tcp"))
+    decode = opened(layout(), unique_address("tcp"))
     ticket = decode.reserve("r", 16, table(8, 3, 16))
     push = prefill.push(ticket, table(8, 2), tokens=TOKENS)
     with pytest.raises(PeerError, match="reserved"):
@@ -385,7 +378,7 @@ def test_frozen_peer_is_found(opened: Opened) -> None:
 
     import psutil
 
-    prefill = opened(layout(), address("tcp"), process=True)
+    prefill = opened(layout(), unique_address("tcp"), process=True)
     decode = opened(layout(), timeouts=Timeouts(heartbeat=0.1, lost=0.6, abort=0.2, handshake=1.0))
     ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
     frozen = psutil.Process(prefill.stats().pid)
@@ -403,7 +396,7 @@ def test_killed_transfer_process_is_an_error_not_a_hang(opened: Opened) -> None:
     """The engine's own transfer process dies: its calls raise, saying so."""
     import psutil
 
-    prefill = opened(layout(), address("tcp"), process=True)
+    prefill = opened(layout(), unique_address("tcp"), process=True)
     ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r")
     outcome = prefill.outcome(ticket)
     psutil.Process(prefill.stats().pid).kill()
@@ -428,7 +421,7 @@ def test_killed_transfer_process_is_an_error_not_a_hang(opened: Opened) -> None:
 )
 def test_bad_arguments_are_named(opened: Opened, call: Callable[[Endpoint], object], what: str) -> None:
     """A wrong argument is one InputError that names it, and nothing is held after it."""
-    endpoint = opened(layout(), address("tcp"))
+    endpoint = opened(layout(), unique_address("tcp"))
     with pytest.raises(InputError, match=what):
         call(endpoint)
     assert is_idle(endpoint)
@@ -436,7 +429,7 @@ def test_bad_arguments_are_named(opened: Opened, call: Callable[[Endpoint], obje
 
 def test_addresses_that_nobody_can_listen_at(opened: Opened) -> None:
     """An unknown scheme, a malformed address, one that is taken: an error, and no process or socket stays."""
-    taken = opened(layout(), address("tcp")).addresses[0]
+    taken = opened(layout(), unique_address("tcp")).addresses[0]
     for bad, error in (
         ("carrier-pigeon://x", InputError),
         ("tcp://nowhere", InputError),

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import QUICK, fill_random, wait_until
+from conftest import QUICK, fill_random, unique_address, wait_until
 from kvferry.errors import (
     CapacityError,
     CorruptError,
@@ -158,7 +158,7 @@ def is_idle(endpoint: Endpoint) -> bool:
 def open_worker(opened: Opened, layouts: Sequence[PoolLayout], scheme: str, **options: object) -> Worker:
     endpoints = []
     for layout in layouts:
-        address = "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://group-{next(_names)}"
+        address = unique_address(scheme)
         endpoints.append(opened(layout, address, **options))
     return Worker(endpoints, next(_names))
 
