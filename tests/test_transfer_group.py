@@ -437,7 +437,8 @@ def test_a_layer_that_one_push_left_out(opened: Opened) -> None:
     source, target = (open_worker(opened, rank_layouts(tp), "tcp") for tp in (2, 1))
     handoff = Handoff(source, target, Mode.PUSH).hold().claim()
     handoff.push.layers(1, 6)
-    handoff.push.commit(None)
+    with contextlib.suppress(KVFerryError):  # the first pair's refusal may come while the second commits
+        handoff.push.commit(None)
     with pytest.raises(CorruptError, match=r"source rank . to destination rank 0: .*are needed"):
         handoff.move.result()
     wait_until(lambda: source.is_idle and target.is_idle)
