@@ -18,6 +18,7 @@ __all__ = [
     "format_seconds",
     "format_size",
     "parse_bytes",
+    "parse_rate",
     "parse_seconds",
 ]
 
@@ -25,8 +26,12 @@ _DECIMAL = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _BITS = ((10**12, "Tb"), (10**9, "Gb"), (10**6, "Mb"), (10**3, "kb"))
 _BYTE_UNITS = {"": 1, "B": 1, **{name: n for n, name in _DECIMAL + _BINARY}, "KB": 10**3}
+_RATE_UNITS = {
+    **{f"{name}/s": float(n) for name, n in _BYTE_UNITS.items() if name},
+    **{f"{name}/s": n / 8 for n, name in _BITS},
+}
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
-_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([A-Za-zµ]*)\s*")
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([A-Za-zµ]*(?:/s)?)\s*")
 
 
 def _scaled(value: float, table: tuple[tuple[int, str], ...], unit: str) -> str:
@@ -96,3 +101,8 @@ def parse_bytes(text: str, field: str = "bytes") -> int:
 def parse_seconds(text: str, field: str = "seconds") -> float:
     """``"200ms"``, ``"0.08"``, ``"2 min"`` -> seconds. Raises InputError naming ``field``."""
     return _parse(text, field, _SECOND_UNITS)
+
+
+def parse_rate(text: str, field: str = "rate") -> float:
+    """``"50 GB/s"``, ``"400 Gb/s"`` -> bytes a second, never without a unit; InputError names ``field``."""
+    return _parse(text, field, _RATE_UNITS)

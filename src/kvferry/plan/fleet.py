@@ -159,6 +159,11 @@ class Wires:
         self.links: dict[str, SharedLink] = {}
         self._paths: dict[tuple[str, str], tuple[TierCost, tuple[SharedLink, ...]]] = {}
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether every tier that was used was measured."""
+        return all(cost.is_measured for cost, _ in self._paths.values())
+
     def between(self, sender: Instance, receiver: Instance) -> tuple[TierCost, tuple[SharedLink, ...]]:
         """What a handoff costs, and the links that it shares with others."""
         key = (sender.name, receiver.name)

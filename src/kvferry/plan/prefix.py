@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kvferry.plan.trace import PREFIX_BLOCK_TOKENS, TraceRow
 
-__all__ = ["PrefixIndex", "shared_prefix_tokens"]
+__all__ = ["PrefixIndex", "prefix_hits"]
 
 
 class PrefixIndex:
@@ -81,13 +81,11 @@ def _mark(found: dict[int, int], instances: int, blocks: int) -> None:
         instances ^= low
 
 
-def shared_prefix_tokens(rows: Iterable[TraceRow]) -> int:
-    """Prompt tokens of a trace that an endless cache would hold: leading blocks that came before."""
+def prefix_hits(rows: Iterable[TraceRow]) -> Iterator[int]:
+    """Prompt tokens of each row that an endless cache would hold: leading blocks that came before."""
     seen: set[int] = set()
-    tokens = 0
     for row in rows:
-        blocks = next((at for at, block in enumerate(row.prefix_hashes) if block not in seen), None)
-        whole = len(row.prefix_hashes) if blocks is None else blocks
-        tokens += min(whole * PREFIX_BLOCK_TOKENS, row.prompt_tokens)
-        seen.update(row.prefix_hashes)
-    return tokens
+        hashes = row.prefix_hashes
+        whole = next((at for at, block in enumerate(hashes) if block not in seen), len(hashes))
+        yield min(whole * PREFIX_BLOCK_TOKENS, row.prompt_tokens)
+        seen.update(hashes)

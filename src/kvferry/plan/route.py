@@ -2,12 +2,14 @@
 
 - round_robin: the next one.
 - load: prefill with the shortest queue; decode with the fewest tokens wanted of it.
-- cache: prefill with the earliest end, hits and queue counted; decode with the largest hit, then the load.
-- network_cost: prefill as cache; decode where the KV will be soonest: wait for room, what the tier costs
-  for what the hit leaves, and the rate that is left on the way now.
+- cache: prefill with the earliest end, hits and queue counted; decode with the least load, where a token
+  hit makes up for a token of load. (The largest hit alone sends everything to whoever has the system
+  prompt.)
+- network_cost: prefill as cache; decode where the next token will be soonest: what the tier costs for
+  what the hit leaves, at the rate that is left on the way now, and a step of the batch there. An
+  instance that is full, or whose step would break the TPOT target, is taken only when all are.
 
-With the last, an instance that is full, or whose step would break the TPOT target, is taken only when
-all are.
+Colocated instances are chosen by the tokens wanted of them, hits counted by cache and network_cost.
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ class Router:
         prefixes: tuple[PrefixIndex, PrefixIndex],
         payload: PayloadTable,
         wires: Wires,
-        tpot_seconds: float | None,
+        tpot_seconds: float,
+        prefill_policy: Policy | None = None,
     ) -> None:
         self.policy = policy
+        self.prefill_policy = prefill_policy or policy
         self._prefill = prefill
         self._decode = decode
         self._prefill_prefixes, self._decode_prefixes = prefixes
@@ -60,25 +64,27 @@ class Router:
 
     def to_prefill(self, now: float, request: Request) -> PrefillWorker | ColocatedWorker | None:
         """The prefill instance; None where no live one could ever hold the request."""
-        whole = isinstance(self._prefill[0], ColocatedWorker) if self._prefill else False
-        needs = request.context_tokens + (request.tokens_left if whole else 0)
-        fit = [worker for worker in self._prefill if worker.alive and _could_hold(worker, needs)]
+        fit = [worker for worker in self._prefill if worker.alive and _could_prefill(worker, request)]
         if not fit:
             return None
-        if self.policy is Policy.ROUND_ROBIN:
+        if self.prefill_policy is Policy.ROUND_ROBIN:
             self._turns[0] += 1
             return fit[self._turns[0] % len(fit)]
-        if self.policy is Policy.LOAD or not request.hashes:
-            return min(fit, key=lambda worker: max(now, worker.ready_at))
-        hits = self._prefill_prefixes.hits(request.hashes)
+        looks_at_hits = self.prefill_policy is not Policy.LOAD and request.hashes
+        hits = self._prefill_prefixes.hits(request.hashes) if looks_at_hits else {}
 
-        def end(worker: PrefillWorker | ColocatedWorker) -> float:
-            hit = min(hits.get(worker.number, 0) * PREFIX_BLOCK_TOKENS, request.context_tokens - 1)
-            return max(worker.ready_at, now) + worker.instance.profile.prefill.seconds(
+        def cost(worker: PrefillWorker | ColocatedWorker) -> float:
+            hit = hits.get(worker.number, 0) * PREFIX_BLOCK_TOKENS
+            if isinstance(worker, ColocatedWorker):
+                return worker.wanted_tokens - hit
+            if not looks_at_hits:
+                return max(now, worker.ready_at)
+            hit = min(hit, request.context_tokens - 1)
+            return max(now, worker.ready_at) + worker.instance.profile.prefill.seconds(
                 request.context_tokens, hit
             )
 
-        return min(fit, key=end)
+        return min(fit, key=cost)
 
     def to_decode(self, request: Request, sender: PrefillWorker) -> DecodeWorker | None:
         """The decode instance, and its hit in the request; None where no live one could ever hold it."""
@@ -93,7 +99,10 @@ class Router:
         elif self.policy is Policy.NETWORK_COST:
             chosen = self._cheapest(request, sender, fit, hits)
         elif self.policy is Policy.CACHE and hits:
-            chosen = min(fit, key=lambda worker: (-hits.get(worker.number, 0), worker.wanted_tokens))
+            chosen = min(
+                fit,
+                key=lambda worker: worker.wanted_tokens - hits.get(worker.number, 0) * PREFIX_BLOCK_TOKENS,
+            )
         else:
             chosen = min(fit, key=lambda worker: worker.wanted_tokens)
         blocks = hits.get(chosen.number, 0)
@@ -112,17 +121,24 @@ class Router:
             cost, path = self._wires.between(sender.instance, worker.instance)
             rate = min([cost.rate, *[link.fair_share() for link in path]])
             seconds = cost.posting_seconds(descriptors) + nbytes / rate
-            is_full = worker.free_tokens < request.context_tokens + request.tokens_left or bool(
-                worker.wants_room
-            )
             batch = worker.batch
-            if not is_full and self._tpot is not None:
-                context = batch.context + request.context_tokens
-                is_full = worker.instance.profile.decode_seconds(batch.count + 1, context) > self._tpot
+            context = batch.context + request.context_tokens
+            step = worker.instance.profile.decode_seconds(batch.count + 1, context)
+            is_full = (
+                step > self._tpot
+                or bool(worker.wants_room)
+                or worker.free_tokens < request.context_tokens + request.tokens_left
+            )
+            seconds += step
             found = (is_full, worker.wanted_tokens if is_full else seconds, worker.wanted_tokens)
             if found < best_cost:
                 best, best_cost = worker, found
         return best
+
+
+def _could_prefill(worker: PrefillWorker | ColocatedWorker, request: Request) -> bool:
+    later = request.tokens_left if isinstance(worker, ColocatedWorker) else 0
+    return _could_hold(worker, request.context_tokens + later)
 
 
 def _could_hold(worker: PrefillWorker | DecodeWorker | ColocatedWorker, tokens: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvferry.plan.fleet import Role, Wires
+from kvferry.plan.fleet import Wires
 from kvferry.plan.sim_metrics import Percentiles, Tally
 
 __all__ = ["Result", "Utilisation", "result_of"]
@@ -91,7 +91,7 @@ def result_of(
         bytes_sent=tally.bytes_sent,
         bytes_delivered=delivered_nbytes,
         bytes_dropped=dropped_nbytes,
-        is_measured=bool(fleet.of_role(Role.COLOCATED)) or all(tier.is_measured for tier in fleet.tiers),
+        is_measured=wires.is_measured,
     )
 
 

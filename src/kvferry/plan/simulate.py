@@ -44,6 +44,7 @@ def simulate(
     *,
     rules: EngineRules | None = None,
     policy: Policy = Policy.LOAD,
+    prefill_policy: Policy | None = None,
     targets: Targets | None = None,
     kills: Sequence[Kill] = (),
     seed: int = 0,
@@ -57,6 +58,7 @@ def simulate(
         rows: requests in order of arrival, each with its time.
         payload: what a handoff weighs.
         rules, policy, targets: how the engines work, how they are paired, what counts as good.
+        prefill_policy: how prefill is chosen, where it is not as ``policy`` says.
         kills: failures.
         seed: of the spread.
         with_spread: draw each handoff's time around the typical one, log-normal with the measured p95.
@@ -64,7 +66,7 @@ def simulate(
 
     Raises InputError for a fleet without instances, an unknown instance in ``kills``, rows without times.
     """
-    run = Simulation(fleet, payload, rules or EngineRules(), policy, targets or Targets())
+    run = Simulation(fleet, payload, rules or EngineRules(), targets or Targets(), policy, prefill_policy)
     run.keep = keep
     if with_spread:
         run.spread = random.Random(seed)  # noqa: S311 - nothing secret
@@ -80,7 +82,12 @@ class Simulation:
     """One run. The workers call back: this is their Stage."""
 
     def __init__(
-        self, fleet: Fleet, payload: PayloadTable, rules: EngineRules, policy: Policy, targets: Targets
+        self,
+        fleet: Fleet,
+        payload: PayloadTable,
+        rules: EngineRules,
+        targets: Targets,
+        *policies: Policy | None,
     ) -> None:
         self.fleet = fleet
         self.rules = rules
@@ -97,13 +104,14 @@ class Simulation:
         prefixes = (_index(self._prefill), _index(self._decode))
         self._prefixes = prefixes
         self._router = Router(
-            policy,
+            policies[0] or Policy.LOAD,
             self._prefill,
             self._decode,
             prefixes=prefixes,
             payload=payload,
             wires=self.wires,
             tpot_seconds=targets.tpot_seconds,
+            prefill_policy=policies[1],
         )
         self._arrived = 0
         self._first_arrival = 0.0

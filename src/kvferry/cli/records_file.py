@@ -1,0 +1,84 @@
+"""Writes the records of a simulation as they come: CSV, or Parquet with pyarrow (extra ``plan``)."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, get_type_hints
+
+from kvferry.errors import InputError
+from kvferry.plan.sim_request import RequestRecord
+
+__all__ = ["RecordsFile"]
+
+_BATCH = 8192
+
+
+class RecordsFile:
+    """A file of records; the suffix decides: ``.csv`` or ``.parquet``.
+
+    Holds at most :data:`_BATCH` records. Raises InputError for another suffix, without pyarrow, and
+    for a file that cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._batch: list[RequestRecord] = []
+        self._parquet: Any = None
+        self._file: Any = None
+        if path.suffix not in {".csv", ".parquet"}:
+            raise InputError(f"records: {path}: is neither .csv nor .parquet")
+        try:
+            if path.suffix == ".csv":
+                self._file = path.open("w", newline="", encoding="utf-8")
+                csv.writer(self._file).writerow(RequestRecord._fields)
+            else:
+                self._parquet = _open_parquet(path)
+        except OSError as error:
+            raise InputError(f"records: {path}: {error.strerror or error}") from error
+
+    def add(self, record: RequestRecord) -> None:
+        """Keep one record."""
+        self._batch.append(record)
+        if len(self._batch) >= _BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._parquet is not None:
+            columns = dict(zip(RequestRecord._fields, zip(*self._batch, strict=True), strict=True))
+            if columns:
+                self._parquet.write_batch(_record_batch(columns, self._parquet.schema))
+        else:
+            csv.writer(self._file).writerows(self._batch)
+        self._batch.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._flush()
+        finally:
+            (self._file or self._parquet).close()
+
+
+_TYPES: dict[Any, str] = {int: "int64", float: "float64", str: "string", float | None: "float64"}
+
+
+def _open_parquet(path: Path) -> Any:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise InputError("records: Parquet needs pyarrow; pip install 'kvferry[plan]'") from error
+    fields = [(name, _TYPES[kind]) for name, kind in get_type_hints(RequestRecord).items()]
+    return pq.ParquetWriter(path, pa.schema([(name, getattr(pa, kind)()) for name, kind in fields]))
+
+
+def _record_batch(columns: dict[str, tuple[object, ...]], schema: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.record_batch([pa.array(columns[field.name], field.type) for field in schema], schema=schema)

@@ -1,0 +1,308 @@
+"""A cluster file: TOML text -> records whose numbers are checked and whose file names are still names.
+
+Every quantity has its unit in the text ("2s", "47 GB/s", "40 GB"); counts and tokens are numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import InputError
+from kvferry.plan.where import toml_place
+from kvferry.units import parse_bytes, parse_rate, parse_seconds
+
+__all__ = [
+    "ClusterFile",
+    "EngineTable",
+    "FleetTable",
+    "GpuTable",
+    "LinkTable",
+    "LinksTable",
+    "NodeTable",
+    "PlanTable",
+    "PoolTable",
+    "ProfileTable",
+    "SloTable",
+    "UplinkTable",
+    "WorkloadTable",
+    "parse_cluster",
+]
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Count = Annotated[int, Meta(ge=1, le=10**6)]
+Tokens = Annotated[int, Meta(ge=1, le=10**9)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+def _time(text: str, field: str, *, from_zero: bool = False) -> None:
+    if not any(character.isalpha() for character in text):
+        raise ValueError(f"{field}: {text!r} has no unit, as in '200ms'")
+    _above(parse_seconds, text, field, from_zero=from_zero)
+
+
+def _memory(text: str, field: str) -> None:
+    if not any(character.isalpha() for character in text):
+        raise ValueError(f"{field}: {text!r} has no unit, as in '40 GB'")
+    _above(parse_bytes, text, field)
+
+
+def _above(parse: Callable[[str, str], float], text: str, field: str, *, from_zero: bool = False) -> None:
+    # msgspec tells where a ValueError was raised, and nothing of other errors.
+    try:
+        value = parse(text, field)
+    except InputError as error:
+        raise ValueError(error.message) from None
+    if value <= 0 and not from_zero:
+        raise ValueError(f"{field}: {text!r} is not above 0")
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the tables: no key that is not known."""
+
+
+class SloTable(Table, frozen=True):
+    """What is promised: times, and the share of the requests that keeps to both."""
+
+    ttft: Name
+    tpot: Name
+    attainment: Share = 0.9
+
+    def __post_init__(self) -> None:
+        _time(self.ttft, "ttft")
+        _time(self.tpot, "tpot")
+
+
+class WorkloadTable(Table, frozen=True):
+    """A trace, or lengths with a rate. A rate given beside a trace with times stretches it."""
+
+    trace: Name | None = None
+    rate: float | None = None
+    prompt_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and not (math.isfinite(self.rate) and self.rate > 0):
+            raise ValueError(f"rate: {self.rate} is not above 0")
+        lengths = (self.prompt_tokens, self.output_tokens)
+        if (self.trace is None) != all(lengths):
+            raise ValueError("trace: give trace, or prompt_tokens and output_tokens with rate")
+        if self.trace is None and self.rate is None:
+            raise ValueError("rate: missing; lengths need a rate in requests a second")
+
+
+class EngineTable(Table, frozen=True):
+    """How the engines work, all alike; see EngineRules."""
+
+    first_token: Literal["decode", "prefill"] = "decode"  # noqa: S105 - a token of text
+    overlap: Literal["none", "layer"] = "none"
+    sync: Name = "0s"
+    chunk_tokens: Tokens | Annotated[tuple[Tokens, ...], Meta(min_length=1, max_length=8)] = (512, 2048, 8192)
+    max_batch: Count = 256
+    staging: Count | None = None
+    prefill_batch_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    mixed: Literal["longer", "sum", "measured"] | None = None
+
+    def __post_init__(self) -> None:
+        _time(self.sync, "sync", from_zero=True)
+
+
+class ProfileTable(Table, frozen=True):
+    """A compute profile: a file or a published one, and which of the file's."""
+
+    profile: Name
+    model: Name | None = None
+    gpu: Name | None = None
+    tp: Count | None = None
+    pp: Count | None = None
+
+
+class GpuTable(Table, frozen=True):
+    """A kind of GPU: the profiles measured on it, one for each tp and pp that may be used."""
+
+    profiles: Annotated[tuple[Name | ProfileTable, ...], Meta(min_length=1, max_length=64)]
+    kv_memory: Name | None = None
+    roles: tuple[Literal["prefill", "decode", "colocated"], ...] = ("prefill", "decode", "colocated")
+
+    def __post_init__(self) -> None:
+        if self.kv_memory is not None:
+            _memory(self.kv_memory, "kv_memory")
+
+
+class NodeTable(Table, frozen=True):
+    """``count`` nodes that are alike. Without ``domain`` each is its own NVLink domain."""
+
+    gpu: Name
+    gpus: Annotated[int, Meta(ge=1, le=1024)] = 8
+    count: Annotated[int, Meta(ge=1, le=4096)] = 1
+    domain: Name | None = None
+    rack: Name = "rack0"
+    pod: Name = "pod0"
+
+
+class LinkTable(Table, frozen=True):
+    """A tier's link: from a link file (a pair, or all pairs of a class), a preset, or typed by hand.
+
+    Typed by hand it counts as measured only where ``measured`` says how and when.
+    """
+
+    file: Name | None = None
+    from_node: Name | None = msgspec.field(default=None, name="from")
+    to_node: Name | None = msgspec.field(default=None, name="to")
+    link_class: Name | None = msgspec.field(default=None, name="class")
+    transport: Name | None = None
+    mode: Literal["push", "pull"] | None = None
+    tls: bool = False
+    incast: Count = 1
+    under_load: bool = False
+    links: Count = 1
+    rate: Name | None = None
+    start: Name = "0s"
+    descriptor: Name = "0s"
+    measured: Name | None = None
+
+    def __post_init__(self) -> None:
+        if (self.file is None) == (self.rate is None):
+            raise ValueError("rate: give file (a link file or a preset), or rate")
+        if self.rate is not None:
+            _above(parse_rate, self.rate, "rate")
+        for field in ("start", "descriptor"):
+            _time(getattr(self, field), field, from_zero=True)
+
+
+class LinksTable(Table, frozen=True):
+    """What lies between two instances, by the nearest thing that both share."""
+
+    domain: Name | LinkTable | None = None
+    rack: Name | LinkTable | None = None
+    pod: Name | LinkTable | None = None
+    cluster: Name | LinkTable | None = None
+
+
+class UplinkTable(Table, frozen=True):
+    """Rates that all handoffs of a node, a rack or a pod share, each way."""
+
+    node: Name | None = None
+    rack: Name | None = None
+    pod: Name | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("node", "rack", "pod"):
+            value = getattr(self, field)
+            if value is not None:
+                _above(parse_rate, value, field)
+
+
+class PlanTable(Table, frozen=True):
+    """How ``plan`` decides.
+
+    Args:
+        margin: by how much disaggregation must be better to be chosen.
+        exposed_share: a candidate whose p95 exposed transfer takes more of the TTFT target is rejected.
+        max_gpus: of one unit that is simulated and then repeated.
+        requests: the fewest that are simulated at each rate that is tried.
+        policy: how prefill and decode are paired.
+    """
+
+    margin: Annotated[float, Meta(ge=0, le=10)] = 0.05
+    exposed_share: Share = 0.1
+    max_gpus: Annotated[int, Meta(ge=1, le=1024)] = 64
+    requests: Annotated[int, Meta(ge=50, le=10**6)] = 1000
+    policy: Literal["round_robin", "load", "cache", "network_cost"] = "network_cost"
+
+
+class PoolTable(Table, frozen=True):
+    """Instances of one role: their GPU, the profile by its tp and pp, how many."""
+
+    gpu: Name
+    count: Count
+    tp: Count
+    pp: Count = 1
+
+
+class FleetTable(Table, frozen=True):
+    """What runs, for ``simulate``: prefill and decode, or colocated."""
+
+    prefill: PoolTable | None = None
+    decode: PoolTable | None = None
+    colocated: PoolTable | None = None
+
+    def __post_init__(self) -> None:
+        apart = self.prefill is not None and self.decode is not None
+        if apart == (self.colocated is not None) or (self.prefill is None) != (self.decode is None):
+            raise ValueError("prefill: give prefill and decode, or colocated")
+
+
+class ClusterFile(Table, frozen=True):
+    """The whole file."""
+
+    model: Name
+    slo: SloTable
+    workload: WorkloadTable
+    gpus: Annotated[dict[Name, GpuTable], Meta(min_length=1, max_length=64)]
+    nodes: Annotated[tuple[NodeTable, ...], Meta(min_length=1, max_length=1024)]
+    links: LinksTable = LinksTable()
+    uplinks: UplinkTable = UplinkTable()
+    engine: EngineTable = EngineTable()
+    plan: PlanTable = PlanTable()
+    fleet: FleetTable | None = None
+    kv_dtype: Name | None = None
+    block_size: Annotated[int, Meta(ge=1, le=10**6)] = 16
+    encoder_tokens: Tokens | None = None
+
+
+_TOML_LINE = re.compile(r"(.*) \(at line ([0-9]+), column [0-9]+\)")
+
+
+def parse_cluster(text: str, source: str) -> ClusterFile:
+    """The records of a cluster file.
+
+    Raises InputError, one line with the file, the line and the key, for text that is no TOML, an
+    unknown or missing key, a number of the wrong kind or range, and a quantity without its unit.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        match = _TOML_LINE.fullmatch(str(error))
+        line, reason = (match[2], match[1]) if match else ("1", str(error))
+        raise InputError(f"{source}, line {line}: is not TOML: {reason}") from error
+    try:
+        found = msgspec.convert(data, ClusterFile)
+    except msgspec.ValidationError as error:
+        raise InputError(_located(data, error, text, source)) from error
+    for at, node in enumerate(found.nodes):
+        if node.gpu not in found.gpus:
+            place = toml_place(source, text, f"nodes[{at}].gpu")
+            raise InputError(f"{place}: {node.gpu!r} is not one of gpus: {', '.join(found.gpus)}")
+    return found
+
+
+def _located(data: dict[str, object], error: msgspec.ValidationError, text: str, source: str) -> str:
+    """msgspec's message, or that of a record's own check, with its place in the text."""
+    reason, _, path = str(error).partition(" - at `")
+    key = path.rstrip("`").removeprefix("$").lstrip(".").replace("[...]", f".{_bad_gpu(data)}")
+    if isinstance(error.__cause__, ValueError):
+        field, _, reason = str(error.__cause__).partition(": ")
+        key = f"{key}.{field}".lstrip(".")
+    elif "field `" in reason:
+        field = reason.split("`")[1]
+        key = f"{key}.{field}".lstrip(".")
+        reason = "unknown key" if "unknown" in reason else "missing key"
+    return f"{toml_place(source, text, key)}: {reason}"
+
+
+def _bad_gpu(data: dict[str, object]) -> str:
+    """Which of the named tables is not as it should be: the error only says that one is."""
+    tables = data.get("gpus")
+    for name, table in tables.items() if isinstance(tables, dict) else ():
+        try:
+            msgspec.convert(table, GpuTable)
+        except msgspec.ValidationError:
+            return str(name)
+    return "?"
