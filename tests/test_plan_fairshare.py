@@ -137,7 +137,7 @@ def test_a_dropped_flow_leaves_its_share() -> None:
 def test_sharing_waits_as_processor_sharing(load: float) -> None:
     """Poisson flows on one link: the mean time is E[S] / (1 - rho), whatever the sizes, within 2 %."""
     rng = np.random.default_rng(11)
-    count = 60_000
+    count = 40_000
     for sizes in (np.ones(count), rng.choice([0.4, 4.0], count, p=[5 / 6, 1 / 6])):
         arrivals = np.cumsum(rng.exponential(sizes.mean() / load, count))
         events = Events()

@@ -73,7 +73,7 @@ ALONE = EngineRules(first_token=FirstToken.PREFILL)  # outputs of one token end 
 def test_md1_ttft(rate: float) -> None:
     """OPT-13B, prompts of 512, one instance: DistServe's M/D/1 TTFT within 2 %."""
     engine = public_profile("distserve-opt-13b-a100-tp1")
-    found = simulate(fleet(engine=engine), poisson(rate, 120_000, [512], [1]), PAYLOAD, rules=ALONE)
+    found = simulate(fleet(engine=engine), poisson(rate, 80_000, [512], [1]), PAYLOAD, rules=ALONE)
     assert found.ttft.mean == pytest.approx(md1_seconds(rate, engine.prefill.seconds(512)), rel=0.02)
     assert found.prefill_utilisation == pytest.approx(rate * engine.prefill.seconds(512), rel=0.01)
 
@@ -82,14 +82,14 @@ def test_mg1_wait() -> None:
     """Prompts of two lengths: the mean wait is Pollaczek and Khinchine's within 2 %."""
     rate, prompts = 5.0, [200, 200, 2000]
     times = np.array([profile().prefill.seconds(tokens) for tokens in prompts])
-    found = simulate(fleet(), poisson(rate, 200_000, prompts, [1]), PAYLOAD, rules=ALONE)
+    found = simulate(fleet(), poisson(rate, 120_000, prompts, [1]), PAYLOAD, rules=ALONE)
     assert found.prefill_wait.mean == pytest.approx(Service.of(times).wait_seconds(rate), rel=0.02)
 
 
 def test_pipelined_prefill_is_inter_op() -> None:
     """Two pipeline stages: DistServe's inter-op TTFT within 2 %."""
     engine = profile(pp=2)
-    found = simulate(fleet(engine=engine), poisson(9.0, 100_000, [1000], [1]), PAYLOAD, rules=ALONE)
+    found = simulate(fleet(engine=engine), poisson(9.0, 70_000, [1000], [1]), PAYLOAD, rules=ALONE)
     assert found.ttft.mean == pytest.approx(inter_op_seconds(9.0, engine.prefill.seconds(1000), 2), rel=0.02)
 
 
@@ -143,6 +143,8 @@ def test_an_idle_system_is_what_check_says(
 
 # --- Loops over every step -------------------------------------------------------------------------------
 
+# Odd times, so that an arrival is never within rounding of the border of a step.
+TIMES = st.integers(0, 3000).map(lambda n: n * 0.001000373)
 LAWS = st.builds(
     lambda a, b, c: profile(decode=DecodeLaw(a, b, c)),
     st.floats(1e-3, 0.1),
@@ -154,7 +156,7 @@ LAWS = st.builds(
 @settings(deadline=None)
 @given(
     LAWS,
-    st.lists(st.tuples(st.floats(0, 5), st.integers(1, 3000), st.integers(1, 60)), min_size=1, max_size=10),
+    st.lists(st.tuples(TIMES, st.integers(1, 3000), st.integers(1, 60)), min_size=1, max_size=10),
 )
 def test_a_batch_is_a_loop_over_its_steps(
     engine: ComputeProfile, arrivals: list[tuple[float, int, int]]
@@ -214,7 +216,7 @@ def slow_batch(engine: ComputeProfile, arrivals: list[tuple[float, int, int]]) -
 @settings(deadline=None, max_examples=60)
 @given(
     LAWS,
-    st.lists(st.tuples(st.floats(0, 3), st.integers(1, 3000), st.integers(1, 30)), min_size=1, max_size=8),
+    st.lists(st.tuples(TIMES, st.integers(1, 3000), st.integers(1, 30)), min_size=1, max_size=8),
     st.sampled_from([256, 1000, 5000]),
     st.sampled_from([MixedStep.SUM, MixedStep.LONGER]),
 )
@@ -476,16 +478,20 @@ def test_policies_choose_by_what_they_look_at() -> None:
 
 
 def test_cache_goes_back_to_where_the_prefix_is() -> None:
-    """The cache policy takes the decode instance with the hit though the other is empty."""
+    """With both idle, the cache policy takes the decode instance with the hit, load the first one."""
     machines = near_and_far()
     machines = replace(machines, instances=tuple(replace(i, prefix_tokens=4096) for i in machines.instances))
-    rows = [TraceRow(0.0, 1024, 400, (1, 2)), TraceRow(1.0, 1024, 400, (1, 2))]
+    rows = [
+        TraceRow(0.0, 1024, 100, (1, 2)),
+        TraceRow(0.1, 1024, 100, (3, 4)),
+        TraceRow(30.0, 1024, 100, (3, 4)),
+    ]
     taken = {}
     for policy in (Policy.CACHE, Policy.LOAD):
         _, kept = records_of(machines, rows, PAYLOAD, policy=policy)
         taken[policy] = [record.decode_worker for record in sorted(kept)]
-    assert taken[Policy.CACHE] == ["decode-0", "decode-0"]
-    assert taken[Policy.LOAD] == ["decode-0", "decode-1"]
+    assert taken[Policy.CACHE] == ["decode-0", "decode-1", "decode-1"]
+    assert taken[Policy.LOAD] == ["decode-0", "decode-1", "decode-0"]
 
 
 def test_network_cost_spares_a_batch_at_its_target() -> None:
@@ -543,7 +549,7 @@ def test_memory_does_not_grow_with_the_trace() -> None:
         return used
 
     peak(100)
-    assert peak(10_000) < 1.2 * peak(1000)
+    assert peak(5000) < 1.2 * peak(500)
 
 
 def poisson_stream(count: int) -> Iterator[TraceRow]:
