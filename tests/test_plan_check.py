@@ -263,6 +263,24 @@ def test_waits_come_from_the_rate() -> None:
     assert endless.binding is Binding.QUEUE
 
 
+def test_waits_behind_a_traces_own_bursts() -> None:
+    """With arrivals the waits are those of a walk through the queue, stretched to the rate."""
+    rng = np.random.default_rng(2)
+    bursts = np.repeat(np.cumsum(rng.exponential(10.0, 50)), 8)
+    lengths = rng.choice([1024, 4096], len(bursts))
+    question = promise(requests_per_second=2.0, prompt_lengths=lengths, arrival_seconds=bursts - bursts[0])
+    found = answer(question)
+    arrivals = (bursts - bursts[0]) * len(bursts) / 2.0 / (bursts[-1] - bursts[0])
+    free, waits = 0.0, []
+    for arrival, length in zip(arrivals, lengths, strict=True):
+        start = max(free, arrival)
+        waits.append(start - arrival)
+        free = start + 0.08 * length / 4096
+    assert found.split.queue_seconds == pytest.approx(np.quantile(waits, 0.95))
+    smooth = answer(replace(question, arrival_seconds=None))
+    assert found.split.queue_seconds > 3 * smooth.split.queue_seconds
+
+
 def test_a_given_queue_is_used_as_it_is() -> None:
     """A measured wait replaces the one from the rate."""
     found = answer(promise(requests_per_second=4.0, queue_seconds=0.03))

@@ -49,7 +49,7 @@ class CheckOptions:
     prompt_tokens: Whole | None = None
     "Tokens of the prompt."
     prompt_lengths: Path | None = None
-    "A trace: its p95 prompt is checked, and its lengths give the waits."
+    "A trace: its p95 prompt is checked; its lengths, and its times if it has them, give the waits."
     cached_tokens: Whole = 0
     "Prefix tokens that decode holds already; with --profile prefill holds them too."
     prefill_seconds: Time | None = None
@@ -151,7 +151,7 @@ def promise_of(shape: ModelShape, options: CheckOptions) -> Promise:
     from kvferry.plan.payload import PoolFormat
     from kvferry.plan.promise import FirstToken, Promise
 
-    tokens, lengths = _prompt(options)
+    tokens, lengths, arrivals = _prompt(options)
     prefill = _prefill(options, tokens)
     pool = PoolFormat(
         kv_dtype=options.kv_dtype,
@@ -176,10 +176,14 @@ def promise_of(shape: ModelShape, options: CheckOptions) -> Promise:
         queue_seconds=options.queue_seconds,
         requests_per_second=options.rate,
         prompt_lengths=lengths,
+        arrival_seconds=arrivals,
     )
 
 
-def _prompt(options: CheckOptions) -> tuple[int, NDArray[np.int64] | None]:
+def _prompt(
+    options: CheckOptions,
+) -> tuple[int, NDArray[np.int64] | None, NDArray[np.float64] | None]:
+    """The prompt to check, the workload's lengths, and its arrivals where the trace has times."""
     import numpy as np
 
     from kvferry.cli.plan_files import open_trace
@@ -188,11 +192,15 @@ def _prompt(options: CheckOptions) -> tuple[int, NDArray[np.int64] | None]:
     if options.prompt_lengths is None:
         if options.prompt_tokens is None:
             raise InputError("prompt_tokens: give --prompt-tokens N or --prompt-lengths FILE")
-        return options.prompt_tokens, None
-    lengths = prompt_lengths(open_trace(options.prompt_lengths, "prompt_lengths"))
+        return options.prompt_tokens, None, None
+    rows = list(open_trace(options.prompt_lengths, "prompt_lengths"))
+    lengths = prompt_lengths(rows)
     p95 = int(np.quantile(lengths, 0.95, method="higher"))
     tokens = p95 if options.prompt_tokens is None else options.prompt_tokens
-    return tokens, representative(lengths)
+    arrivals = None
+    if rows[0].arrival_seconds is not None:
+        arrivals = np.array([row.arrival_seconds for row in rows], dtype=np.float64)
+    return tokens, representative(lengths), arrivals
 
 
 def _prefill(options: CheckOptions, tokens: int) -> ComputeProfile | GivenPrefill | None:

@@ -3,24 +3,27 @@
     TTFT = wait for prefill + prefill + (first token from decode ? wait for the link
            + exposed transfer + first decode step : 0)
 
-Waits are quantiles of M/G/1 servers where a rate is given. The parts are added at the same
-quantile, which promises no less than the quantile of the sum. A link that nobody measured, or a
-prefill that nobody timed, gives "unknown" with an estimate that is marked as one.
+Where a rate is given, waits are quantiles behind a trace's own arrivals, or of M/G/1 servers. The parts
+are added at the same quantile, which promises no less than the quantile of the sum. A link that nobody
+measured, or a prefill that nobody timed, gives "unknown" with an estimate that is marked as one.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import StrEnum
+from functools import lru_cache
 
 import msgspec
 import numpy as np
 
+from kvferry.model import ModelShape
 from kvferry.plan.compute import UNKNOWN_COMPUTE, ComputeProfile
 from kvferry.plan.handoff import LinkTime, exposed_seconds, link_time
-from kvferry.plan.payload import Payload
+from kvferry.plan.payload import Payload, PayloadTable, PoolFormat
 from kvferry.plan.promise import FirstToken, GivenPrefill, Promise, check_promise
-from kvferry.plan.queue import Service
+from kvferry.plan.queue import Service, empirical_waits
 
 __all__ = ["Answer", "Binding", "Split", "Verdict", "answer"]
 
@@ -155,26 +158,41 @@ def _prefill_queue(promise: Promise) -> float:
     seconds = promise.prefill_seconds()
     if not rate or seconds is None:
         return 0.0
-    service = Service.fixed(seconds)
-    if promise.prompt_lengths is not None:
-        tokens = np.unique(promise.prompt_lengths, return_counts=True)
-        times = [promise.prefill_seconds(int(length)) or 0.0 for length in tokens[0]]
-        service = Service.of(np.repeat(times, tokens[1]))
-    return service.wait_quantile_seconds(rate, promise.way.quantile)
+    if promise.prompt_lengths is None:
+        return Service.fixed(seconds).wait_quantile_seconds(rate, promise.way.quantile)
+    return _wait(promise, rate, lambda length: promise.prefill_seconds(length) or 0.0)
 
 
 def _link_queue(promise: Promise) -> float:
     rate = promise.requests_per_second
     if not rate:
         return 0.0
-    lengths = np.array([promise.prompt_tokens]) if promise.prompt_lengths is None else promise.prompt_lengths
-    tokens, counts = np.unique(lengths, return_counts=True)
-    times = []
-    for length in tokens:
-        size = promise.pool.size(promise.shape, int(length), min(promise.cached_tokens, int(length)))
-        times.append(link_time(promise.way, size.wire_bytes, size.descriptors).seconds)
-    service = Service.of(np.repeat(times, counts))
-    return service.wait_quantile_seconds(rate, promise.way.quantile)
+    payloads = _payloads(promise.shape, promise.pool)
+
+    def seconds(length: int) -> float:
+        payload = payloads.at(length, min(promise.cached_tokens, length))
+        return link_time(promise.way, payload.nbytes, payload.descriptors).seconds
+
+    if promise.prompt_lengths is None:
+        return Service.fixed(seconds(promise.prompt_tokens)).wait_quantile_seconds(rate, promise.way.quantile)
+    return _wait(promise, rate, seconds)
+
+
+def _wait(promise: Promise, rate: float, seconds: Callable[[int], float]) -> float:
+    """The quantile of the wait: behind the trace's own arrivals where it has them, else M/G/1's."""
+    assert promise.prompt_lengths is not None
+    lengths, which = np.unique(promise.prompt_lengths, return_inverse=True)
+    times = np.array([seconds(int(length)) for length in lengths])[which]
+    arrivals = promise.arrival_seconds
+    if arrivals is None or len(arrivals) < 2 or arrivals[-1] <= arrivals[0]:
+        return Service.of(times).wait_quantile_seconds(rate, promise.way.quantile)
+    stretch = len(arrivals) / rate / float(arrivals[-1] - arrivals[0])
+    return float(np.quantile(empirical_waits(arrivals * stretch, times), promise.way.quantile))
+
+
+@lru_cache(maxsize=64)
+def _payloads(shape: ModelShape, pool: PoolFormat) -> PayloadTable:
+    return PayloadTable(shape, pool)
 
 
 def _binding(promise: Promise, split: Split, transfer: LinkTime, unknown: tuple[str, ...]) -> Binding:

@@ -72,7 +72,6 @@ def _prompt(promise: Promise) -> Flip:
             promise,
             prompt_tokens=tokens,
             cached_tokens=min(promise.cached_tokens, tokens),
-            prompt_lengths=None,
         )
 
     note = f"with {promise.cached_tokens:,} tokens cached"

@@ -58,8 +58,10 @@ class Promise(msgspec.Struct, frozen=True):
         decode_step_seconds: the first decode step; None: not given, then counted as 0 and said so.
         queue_seconds: the wait before prefill; None: from the rate, or 0 without one.
         requests_per_second: that this prefill worker and this link serve, for the waits.
-        prompt_lengths: lengths of the workload's prompts, for the moments of the service times;
-            None: all like ``prompt_tokens``.
+        prompt_lengths: lengths of the workload's prompts, for the service times; None: all like
+            ``prompt_tokens``.
+        arrival_seconds: their arrivals, for waits behind real bursts instead of Poisson's; stretched to
+            ``requests_per_second``.
     """
 
     shape: ModelShape
@@ -77,6 +79,7 @@ class Promise(msgspec.Struct, frozen=True):
     queue_seconds: float | None = None
     requests_per_second: float | None = None
     prompt_lengths: NDArray[np.int64] | None = None
+    arrival_seconds: NDArray[np.float64] | None = None
 
     def prefill_seconds(self, tokens: int | None = None) -> float | None:
         """Prefill of this prompt, or of one with ``tokens`` tokens and the same prefix; None: unknown."""

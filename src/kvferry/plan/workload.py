@@ -18,11 +18,18 @@ def prompt_lengths(rows: Iterable[TraceRow]) -> NDArray[np.int64]:
 
 
 def representative(lengths: NDArray[np.int64], count: int = 1024) -> NDArray[np.int64]:
-    """At most ``count`` lengths that stand for all: the means of as many equal shares of the sorted ones."""
-    ordered = np.sort(lengths)
-    if len(ordered) <= count:
-        return ordered
+    """As many lengths in the same order, but at most ``count`` different ones.
+
+    Each becomes the mean of its share, the sorted lengths being cut into ``count`` equal shares.
+    """
+    if len(lengths) <= count:
+        return lengths
+    order = np.argsort(lengths, kind="stable")
+    ordered = lengths[order]
     sums = np.concatenate([[0], np.cumsum(ordered)])
     borders = np.linspace(0, len(ordered), count + 1)
     shares = np.diff(np.interp(borders, np.arange(len(ordered) + 1), sums))
-    return np.asarray(np.rint(shares * count / len(ordered)), dtype=np.int64)
+    means = np.asarray(np.rint(shares * count / len(ordered)), dtype=np.int64)
+    found = np.empty_like(lengths)
+    found[order] = means[np.minimum(np.arange(len(ordered)) * count // len(ordered), count - 1)]
+    return found
