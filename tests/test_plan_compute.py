@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import InputError
 from kvferry.plan.compute import ComputeProfile, DecodeLaw, PrefillLaw, PrefillTable, check_profile
+from kvferry.plan.compute_aiconfigurator import aiconfigurator_profile
 from kvferry.plan.compute_file import ProfileChoice, parse_profile
 from kvferry.plan.compute_fit import ComputeSample, fit_profile, non_negative_fit
 from kvferry.plan.interference import MixedStep, colocated, itl_mean_seconds, mixed_step_seconds
@@ -308,6 +311,39 @@ def test_published_laws_are_what_the_public_file_says() -> None:
             found = parse_profile(text, name, ProfileChoice(f"facebook/{known.model}", tp=known.tp))
             assert same_times(found, known)
             assert found.gpu == known.gpu
+
+
+def test_aiconfigurator_gives_samples_to_fit() -> None:
+    """Its single steps are fitted like measurements; the name says model, system, ranks and backend."""
+    asked: list[dict[str, object]] = []
+
+    def estimate(model: str, system: str, **options: object) -> SimpleNamespace:
+        asked.append({"model": model, "system": system, **options})
+        tokens, batch = int(str(options["isl"])), int(str(options["batch_size"]))
+        ttft, tpot = 1000 * (0.01 + 1e-4 * tokens), 1000 * (0.02 + 1e-7 * tokens * batch + 1e-4 * batch)
+        return SimpleNamespace(ttft=ttft, tpot=tpot)
+
+    found = aiconfigurator_profile("aiconfigurator:org/model@h200_sxm/tp4/pp2/vllm", estimate)
+    assert (found.model, found.gpu, found.tp, found.pp) == ("org/model", "h200_sxm", 4, 2)
+    assert found.prefill.seconds(3000) == pytest.approx(0.31)
+    assert found.decode_seconds(16, 16_000) == pytest.approx(0.02 + 1e-7 * 16_000 + 1e-4 * 16)
+    assert {(a["backend_name"], a["tp_size"], a["pp_size"]) for a in asked} == {("vllm", 4, 2)}
+    assert "operator tables" in found.source
+    with pytest.raises(InputError, match="MODEL@SYSTEM"):
+        aiconfigurator_profile("aiconfigurator:model", estimate)
+
+
+def test_aiconfigurator_that_refuses_or_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it refuses is one line, and without the extra the line says what to install."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no such\nsystem")
+
+    with pytest.raises(InputError, match="aiconfigurator: no such system"):
+        aiconfigurator_profile("aiconfigurator:m@s/tp1", refuse)
+    monkeypatch.setitem(sys.modules, "aiconfigurator.cli.api", None)
+    with pytest.raises(InputError, match=r"kvferry\[aiconfigurator\]"):
+        aiconfigurator_profile("aiconfigurator:m@s/tp1")
 
 
 def same_times(one: ComputeProfile, other: ComputeProfile) -> bool:

@@ -94,8 +94,8 @@ def _links(folder: Path, name: str) -> LinkFile:
 
 
 def _profile(folder: Path, name: str, choice: ProfileChoice) -> ComputeProfile:
+    from kvferry.plan.compute_aiconfigurator import PREFIX
     from kvferry.plan.public_profiles import PUBLIC_PROFILES
 
-    return load_profile(
-        name if name in PUBLIC_PROFILES or not Path(name).suffix else str(folder / name), choice
-    )
+    is_name = name in PUBLIC_PROFILES or name.startswith(PREFIX) or not Path(name).suffix
+    return load_profile(name if is_name else str(folder / name), choice)

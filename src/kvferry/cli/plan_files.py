@@ -55,10 +55,13 @@ def _lines(path: Path, field: str) -> Iterator[str]:
 
 
 def load_profile(name: str, choice: ProfileChoice, field: str = "profile") -> ComputeProfile:
-    """A profile from a file, or a published one by its name."""
+    """A profile from a file, a published one by its name, or one that aiconfigurator's tables give."""
+    from kvferry.plan.compute_aiconfigurator import PREFIX, aiconfigurator_profile
     from kvferry.plan.compute_file import parse_profile
     from kvferry.plan.public_profiles import PUBLIC_PROFILES, public_profile
 
+    if name.startswith(PREFIX):
+        return aiconfigurator_profile(name)
     path = Path(name)
     if name in PUBLIC_PROFILES or not path.suffix:
         return public_profile(name)
