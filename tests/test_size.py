@@ -288,7 +288,9 @@ def test_a_compressor_is_paged_in_its_own_blocks(block: int) -> None:
     assert pieces[8] == 21 * 2 * 2
 
 
-@pytest.mark.parametrize(("block", "ratio"), [(1, 4), (16, 128), (100, 128), (256, 4), (256, 128), (16, 16)])
+@pytest.mark.parametrize(
+    ("block", "ratio"), [(1, 4), (16, 128), (100, 128), (200, 128), (256, 4), (256, 128), (16, 16)]
+)
 def test_rows_and_pieces_of_compressed_layers_agree(block: int, ratio: int) -> None:
     """Every piece holds a row that moves and every row that moves lies in a piece, whatever the block is."""
     row = CacheTensor(TensorRole.COMPRESSED, 1, 8)

@@ -159,6 +159,164 @@ ORDINARY: dict[str, object] = {
 }
 
 
+HUB: dict[str, dict[str, object]] = {
+    "bart-large 100": {
+        "add_final_layer_norm": False,
+        "classif_dropout": 0.1,
+        "encoder_ffn_dim": 4096,
+        "encoder_layerdrop": 0.0,
+        "encoder_layers": 12,
+        "decoder_start_token_id": 2,
+        "no_repeat_ngram_size": 3,
+        "num_hidden_layers": 12,
+    },
+    "bamba": {
+        "attn_rotary_emb": 64,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    },
+    "bloom": {
+        "attention_softmax_in_fp32": True,
+        "bias_dropout_fusion": True,
+        "masked_softmax_fusion": True,
+        "skip_bias_add": True,
+        "skip_bias_add_qkv": False,
+    },
+    "chatglm3": {
+        "add_qkv_bias": True,
+        "apply_query_key_layer_scaling": True,
+        "attention_softmax_in_fp32": True,
+        "ffn_hidden_size": 13696,
+        "post_layer_norm": True,
+    },
+    "command-r7b": {
+        "cache_implementation": "hybrid",
+        "layer_switch": 4,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "use_embedding_sharing": True,
+        "use_parallel_block": True,
+    },
+    "falcon-7b": {"parallel_attn": True, "bias": False, "alibi": False},
+    "gemma-2 shape": {"sliding_window_size": 128, "cache_implementation": "hybrid"},
+    "hunyuan-a13b": {
+        "dense_list": [4096, 0],
+        "moe_intermediate_size": [3072] * 32,
+        "moe_topk": [8] * 32,
+        "num_shared_expert": [1] * 32,
+        "pool_type": "last",
+        "use_mla": False,
+    },
+    "jamba": {
+        "calc_logits_for_entire_prompt": False,
+        "mamba_inner_layernorms": True,
+        "use_mamba_kernels": True,
+    },
+    "lfm2 shape, 6": {
+        "block_dim": 512,
+        "block_ff_dim": 1024,
+        "block_mlp_init_scale": 1.0,
+        "block_norm_eps": 1e-05,
+        "block_use_swiglu": True,
+        "conv_dim": 512,
+        "conv_dim_out": 512,
+        "conv_use_xavier_init": True,
+        "num_heads": 16,
+        "use_pos_enc": True,
+    },
+    "longcat": {"attention_method": "MLA", "mla_scale_kv_lora": True, "mla_scale_q_lora": True},
+    "mamba-2.8b": {"d_inner": 5120, "fused_add_norm": True, "rms_norm": True, "ssm_cfg": {}},
+    "paligemma": {"projection_dim": 2304, "num_image_tokens": 256},
+    "minimax-text-01": {
+        "layernorm_full_attention_alpha": 3.5,
+        "layernorm_linear_attention_beta": 1.0,
+        "postnorm": True,
+        "shared_moe_mode": "sigmoid",
+    },
+    "opt-13b": {"do_layer_norm_before": True, "word_embed_proj_dim": 5120, "_remove_final_layer_norm": False},
+    "phi-3-mini": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
+    "starcoder mqa": {
+        "attention_softmax_in_fp32": True,
+        "pad_key_length": True,
+        "pre_allocate_kv_cache": False,
+        "scale_attention_softmax_in_fp32": True,
+        "summary_first_dropout": 0.1,
+    },
+    "step-3.5": {"att_impl_type": "GQA", "moe_layers_enum": "3,4", "use_head_wise_attn_gate": True},
+    "t5-11b": {"relative_attention_num_buckets": 32, "scalable_attention": True, "output_past": True},
+    "whisper": {
+        "forced_decoder_ids": [[1, 50259], [2, 50359]],
+        "mask_time_length": 10,
+        "suppress_tokens": [1, 2],
+    },
+    "zamba2 shape by": {
+        "attention_hidden_size": 512,
+        "gated_linear_unit": True,
+        "lora_rank": 128,
+        "num_query_groups": 4,
+        "use_shared_block_lora": True,
+        "use_shared_mlp_adapter": True,
+    },
+    "llama-2-7b": {
+        "eagle_config": {"use_aux_hidden_state": True},
+        "quantization": {"group_size": 64, "bits": 4},
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "compression_ratio": 1.0,
+    },
+}
+
+
+@pytest.mark.parametrize("start", HUB)
+def test_fields_that_listed_models_have_beside_their_geometry_pass(start: str) -> None:
+    """What published files of listed models hold besides, of older model code too, changes no size."""
+    names = {case.name: case.config for case in golden_cases()}
+    config = next(config for name, config in names.items() if name.startswith(start))
+    assert refusal({**config, **HUB[start]}) is None
+    assert sized({**config, **HUB[start]}, 100) == sized(config, 100)
+
+
+@pytest.mark.parametrize(
+    ("start", "extra"),
+    [
+        ("command-r7b", {"order_of_interleaved_layers": "global_attn_first"}),
+        ("command-r7b", {"layer_switch": 2}),
+        ("phi-3-mini", {"full_attn_mod": 2}),
+        ("step-3.5", {"att_impl_type": "MLA"}),
+        ("longcat", {"attention_method": "GQA"}),
+        ("hunyuan-a13b", {"use_mla": True}),
+        ("lfm2 shape, 6", {"conv_dim": 256}),
+        ("lfm2 shape, 6", {"num_heads": 8}),
+        ("gemma-2 shape", {"sliding_window_size": 1024}),
+        ("qwen2.5-7b window", {"layer_types": ["sliding_attention"] * 28}),
+        ("llama-2-7b", {"compression_ratio": 0.5}),
+    ],
+)
+def test_the_same_fields_at_another_value_are_refused(start: str, extra: dict[str, object]) -> None:
+    """A field that says nothing at its usual value says something at another: refused by its name."""
+    config = next(case.config for case in golden_cases() if case.name.startswith(start))
+    said = refusal({**config, **extra})
+    assert said is not None
+    assert next(iter(extra)) in said
+
+
+def test_a_huge_or_deep_config_is_refused_in_one_line() -> None:
+    """Names of a megabyte, objects in objects, millions of layers: one short line, and soon."""
+    said = refusal({**LLAMA, "window_" + "x" * 10**6: 1})
+    assert said is not None
+    assert len(said) < 500
+    deep: dict[str, object] = {"window": 1}
+    for _ in range(900):
+        deep = {"a": deep}
+    said = refusal({**LLAMA, "extras": deep})
+    assert said is not None
+    assert len(said) < 500
+    for config in ({**LLAMA, "num_hidden_layers": 10**7}, {"model_type": "t5", "num_layers": 10**7}):
+        said = refusal({**config, "num_heads": 2, "d_kv": 8})
+        assert said is not None
+        assert "100000" in said
+
+
 @pytest.mark.parametrize("model_type", ["llama", "brand_new"])
 def test_ordinary_fields_of_published_configs_pass(model_type: str) -> None:
     """Fields of arithmetic, experts, rotary positions, other parts and generation are no obstacle."""
@@ -195,7 +353,7 @@ def test_no_family_passes_over_a_field_that_another_one_reads() -> None:
         function(f)
         for name in sorted(of_any - f.read - set(config)):
             for value in ([1, 0], 3, {"a": 3}):
-                if is_harmless(name) or is_other_part(name, value):
+                if is_harmless(name, value) or is_other_part(name, value):
                     continue
                 said = refusal({**config, name: value})
                 if said is None or name not in said:
@@ -350,6 +508,14 @@ def test_fields_beside_the_text_part_of_an_unknown_wrapper_are_judged() -> None:
     assert sized(wrapper) == PER_TOKEN
     with pytest.raises(InputError, match="sliding_window"):
         sized({**wrapper, "sliding_window": 128})
+
+
+def test_a_prompt_read_both_ways_still_leaves_a_cache() -> None:
+    """PaliGemma's prompt attends in both directions and is cached; a Gemma that does so is an encoder."""
+    text = {**LLAMA, "model_type": "gemma2", "sliding_window": 8, "use_bidirectional_attention": True}
+    assert sized({"model_type": "paligemma", "text_config": text}) == PER_TOKEN
+    for model_type in ("gemma2", "gemma3_text", "gemma"):
+        assert "use_bidirectional_attention" in str(refusal({**text, "model_type": model_type}))
 
 
 def test_known_wrappers_hold_a_known_text_part() -> None:

@@ -19,6 +19,7 @@ __all__ = ["MAX_COUNT", "Fields"]
 # Far above any layer count, head count or width; below it no product overflows a float.
 MAX_COUNT = 10**7
 
+_SHOWN_LETTERS = 120
 _Value = TypeVar("_Value")
 
 
@@ -73,7 +74,9 @@ class Fields:
 
     def error(self, name: str, what: str) -> InputError:
         """An InputError that names the field with its path."""
-        return InputError(f"{self.path}{name}: {what}")
+        path = f"{self.path}{name}"
+        shown = path if len(path) <= _SHOWN_LETTERS else path[:_SHOWN_LETTERS] + "..."
+        return InputError(f"{shown}: {what}")
 
     def count(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
         """A whole number of at least ``minimum``; missing is an error unless there is a default.

@@ -30,13 +30,14 @@ _STEMS = re.compile(
 # Whole words; too short or too common to be looked for inside others.
 _WORD_LIST = """
     att block blocks cla decoder dilated dilation encoder every full gdn gla global gqa group
-    groups gru index indices interval key keys layers linear local loop loops lru mem memory
+    groups gru index indices interval key keys layer layers linear local loop loops lru mem memory
     mha mla mqa noop op pattern patterns period pruned qk queries query repeat repeats reuse rnn
     share shared sharing shares sink sinks skip skipped span ssm state states swa types ut value values
 """
 _WORDS = frozenset(_WORD_LIST.split())
 _K_OR_V = re.compile(r"(?:^|_)(?:[kv]_(?:dim|size|width|rank)|(?:d|dim|n|num)_?[kv])(?:_|$)")
 _FEWEST_LAYERS = 4  # a shorter list is more likely a pair of something
+_DEEPEST = 32  # objects in objects; no published config comes near
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
@@ -56,23 +57,23 @@ def suspicious_fields(f: Fields, num_layers: int) -> list[str]:
     return list(_walk(f.raw, f, num_layers))
 
 
-def _walk(raw: Mapping[str, object], f: Fields | None, num_layers: int) -> Iterator[str]:
+def _walk(raw: Mapping[str, object], f: Fields | None, num_layers: int, depth: int = 0) -> Iterator[str]:
     """Suspicious paths in one object; ``f`` is its reader, None where nothing has read in it."""
     for name, value in raw.items():
         if f is not None and name in f.read:
             for i, child in enumerate(f.children.get(name, ())):
                 prefix = f"{name}[{i}]" if isinstance(value, list) else name
-                yield from (f"{prefix}.{path}" for path in _walk(child.raw, child, num_layers))
-        elif not _says_something(value) or is_harmless(name) or is_other_part(name, value):
+                yield from (f"{prefix}.{path}" for path in _walk(child.raw, child, num_layers, depth + 1))
+        elif not _says_something(value) or is_harmless(name, value) or is_other_part(name, value):
             continue
-        elif _is_hint(name) or _is_per_layer(value, num_layers):
+        elif _is_hint(name) or _is_per_layer(value, num_layers) or depth == _DEEPEST:
             yield name
         elif isinstance(value, dict):
-            yield from (f"{name}.{path}" for path in _walk(value, None, num_layers))
+            yield from (f"{name}.{path}" for path in _walk(value, None, num_layers, depth + 1))
         elif isinstance(value, list):
             for i, entry in enumerate(value):
                 if isinstance(entry, dict):
-                    yield from (f"{name}[{i}].{path}" for path in _walk(entry, None, num_layers))
+                    yield from (f"{name}[{i}].{path}" for path in _walk(entry, None, num_layers, depth + 1))
 
 
 def _is_hint(name: str) -> bool:
@@ -86,9 +87,9 @@ def _is_per_layer(value: object, num_layers: int) -> bool:
     return isinstance(value, list) and len(value) == num_layers >= _FEWEST_LAYERS
 
 
-def _says_something(value: object) -> bool:
+def _says_something(value: object, depth: int = 0) -> bool:
     if isinstance(value, dict):
-        return any(_says_something(inner) for inner in value.values())
+        return depth == _DEEPEST or any(_says_something(inner, depth + 1) for inner in value.values())
     if isinstance(value, list):
         return any(entry is not None for entry in value)  # a zero in a list is an entry like any other
     return not (value is None or value is False or value == "" or _is_at_most_zero(value))

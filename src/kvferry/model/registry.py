@@ -10,7 +10,17 @@ import msgspec
 from kvferry.model.fields import Fields
 from kvferry.model.shape import CacheTensor, LayerGroup, LayerKind, TensorRole
 
-__all__ = ["FAMILIES", "Family", "FamilyShape", "Heads", "family", "group", "heads_group", "layer_count"]
+__all__ = [
+    "FAMILIES",
+    "MAX_LAYERS",
+    "Family",
+    "FamilyShape",
+    "Heads",
+    "family",
+    "group",
+    "heads_group",
+    "layer_count",
+]
 
 
 class Heads(NamedTuple):
@@ -42,6 +52,9 @@ class FamilyShape(msgspec.Struct, frozen=True):
     encoder_tokens: int | None = None
 
 
+MAX_LAYERS = 100_000
+"""Far above any model; each layer is looked at one by one."""
+
 Family = Callable[[Fields], FamilyShape]
 FAMILIES: dict[str, Family] = {}
 
@@ -62,7 +75,10 @@ def family(*model_types: str) -> Callable[[Family], Family]:
 
 def layer_count(f: Fields) -> int:
     """The number of layers, by whichever of its names the config uses."""
-    return f.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    num_layers = f.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if num_layers > MAX_LAYERS:
+        raise f.error("num_hidden_layers", f"{num_layers} is more than {MAX_LAYERS}")
+    return num_layers
 
 
 def group(

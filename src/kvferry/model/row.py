@@ -140,8 +140,9 @@ def tp_error(groups: tuple[LayerGroup, ...], group: LayerGroup, tp: int) -> Inpu
         heads = " and ".join(str(n) for n in dict.fromkeys(tensor.heads for tensor in group.tensors))
     near = [next(n for n in range(tp - 1, 0, -1) if fits(n))] if tp > 1 else []
     near += [n for n in range(tp + 1, max(2 * tp, 512) + 1) if fits(n)][:1]
+    whose = f"the draft's {group.kind}" if group.is_draft else str(group.kind)
     return InputError(
-        f"tp: {tp} does not split the {heads} heads of {group.kind}; "
+        f"tp: {tp} does not split the {heads} heads of {whose}; "
         f"nearest for this model: {' and '.join(map(str, near))}"
     )
 

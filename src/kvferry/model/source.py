@@ -19,7 +19,7 @@ from kvferry.model.draft_count import draft_count
 from kvferry.model.families.full import plain
 from kvferry.model.fields import MAX_COUNT, Fields
 from kvferry.model.guard import check_unread, suspicious_fields
-from kvferry.model.registry import FAMILIES, FamilyShape, Heads, heads_group
+from kvferry.model.registry import FAMILIES, MAX_LAYERS, FamilyShape, Heads, heads_group
 from kvferry.model.shape import LayerGroup, LayerKind, ModelShape
 from kvferry.model.wrappers import TEXT_CONFIGS, WRAPPERS, check_generates
 
@@ -156,6 +156,8 @@ def language_part(outer: Fields) -> tuple[Fields, str]:
         if inner_type not in FAMILIES and model_type in FAMILIES:
             inner_type = model_type
         inner.class_defaults = class_defaults(inner_type, is_nested=True)
+        if model_type == "paligemma":
+            inner.understands("use_bidirectional_attention")  # of the prompt; what follows is causal
         if model_type not in WRAPPERS:
             f.notes.append(
                 f"model_type {model_type!r} is not a known wrapper; sized from its {name} "
@@ -181,6 +183,8 @@ def _check_accounted(f: Fields, result: FamilyShape) -> None:
 
     This is what keeps a layer from being dropped in silence, whatever a family's function does.
     """
+    if result.num_layers > MAX_LAYERS:
+        raise f.error("num_hidden_layers", f"{result.num_layers} is more than {MAX_LAYERS}")
     owners: set[int] = set()
     for group in result.groups:
         most = max(Counter(group.layers).values(), default=0)

@@ -25,6 +25,7 @@ _ENCODER = (
     "num_hidden_layers",
     "num_sparse_decoder_layers",
     "num_sparse_encoder_layers",
+    "scalable_attention",
     "scale_decoder_outputs",
     "share_encoder_decoder_embeddings",
 )

@@ -49,6 +49,7 @@ def step3(f: Fields) -> FamilyShape:
     split_evenly(f, "num_attention_heads", heads, kv_heads, "KV heads")
     width = f.optional("head_dim") or head_width(f, heads)
     f.understands("share_q_dim")  # the rank of the query projection
+    f.one_of("att_impl_type", f.text("att_impl_type") or "GQA", {"GQA": None, "MFA": None})
     layers = full_layers(f, num_layers)
     return FamilyShape(
         num_layers, (heads_group(LayerKind.FULL, layers, Heads(kv_heads, width, width, heads)),)
@@ -81,7 +82,7 @@ def gpt_bigcode(f: Fields) -> FamilyShape:
     heads = f.count("num_attention_heads", "n_head")
     width = head_width(f, heads)
     kv_heads = 1 if f.flag("multi_query", default=True) else heads
-    f.understands("num_key_value_heads")  # written back by transformers, from multi_query
+    f.understands("num_key_value_heads", "pad_key_length")  # the first is written back, from multi_query
     return FamilyShape(
         num_layers,
         (heads_group(LayerKind.FULL, full_layers(f, num_layers), Heads(kv_heads, width, width, heads)),),
@@ -97,6 +98,7 @@ def kv_channels(f: Fields) -> FamilyShape:
     kv_heads = groups if groups is not None and f.flag("multi_query_attention", default=False) else heads
     split_evenly(f, "num_attention_heads", heads, kv_heads, "KV heads")
     width = f.optional("kv_channels") or head_width(f, heads)
+    f.understands("apply_query_key_layer_scaling", "use_logn_attn")
     return FamilyShape(
         num_layers, (heads_group(LayerKind.FULL, range(num_layers), Heads(kv_heads, width, width, heads)),)
     )
@@ -131,6 +133,9 @@ def hunyuan(f: Fields) -> FamilyShape:
     factor = f.optional("cla_share_factor") or 1
     factor = factor if f.flag("use_cla", default=False) else 1
     layers = full_layers(f, num_layers)
+    if f.flag("use_mla", default=False):
+        raise f.error("use_mla", "true: which of its layers cache what is not known")
+    f.understands("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")  # unused without it
     cacheless = tuple(i for i in layers if i % factor)
     return FamilyShape(num_layers, (heads_group(LayerKind.FULL, layers[::factor], head_shape(f)),), cacheless)
 

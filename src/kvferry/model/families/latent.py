@@ -29,8 +29,11 @@ _PACKED_MLA = (("fp8_ds_mla", 656), ("nvfp4_ds_mla", 352))
 
 def latent_group(f: Fields, layers: Iterable[int]) -> LayerGroup:
     """The MLA group: one row of ``kv_lora_rank + qk_rope_head_dim`` values per token."""
-    rank, rope = f.count("kv_lora_rank"), f.count("qk_rope_head_dim")
+    # The second names are openPangu's.
+    rank = f.count("kv_lora_rank", "attention_kv_lora_dim")
+    rope = f.count("qk_rope_head_dim", "attention_qk_rope_dim")
     # Widths of the projections; what is cached is the latent and the rope part.
+    f.understands("attention_q_lora_dim", "attention_qk_dim", "attention_v_dim")
     f.understands("head_dim", "num_key_value_heads", "qk_head_dim", "qk_nope_head_dim", "v_head_dim")
     packed = _PACKED_MLA if (rank, rope) == _PACKED_WIDTHS else ()
     row = CacheTensor(TensorRole.LATENT, 1, rank + rope, packed=packed)
@@ -61,6 +64,8 @@ def mla(f: Fields) -> FamilyShape:
 def longcat(f: Fields) -> FamilyShape:
     """LongCat-Flash: two MLA sub-layers, hence two caches, in each of ``num_layers``."""
     num_layers = f.count("num_layers")
+    f.one_of("attention_method", f.text("attention_method") or "MLA", {"MLA": None})
+    f.understands("mla_scale_kv_lora", "mla_scale_q_lora")
     latent = latent_group(f, [i for i in range(num_layers) for _ in range(2)])
     return FamilyShape(num_layers, (latent,), caches_per_layer=2)
 

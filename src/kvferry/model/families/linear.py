@@ -20,6 +20,23 @@ __all__: list[str] = []
 
 _FULL: dict[str | int, LayerKind | None] = {"full_attention": LayerKind.FULL}
 
+# A "block" is an MLP here.
+_LFM2_MLP = (
+    "block__name_mlp",
+    "block_auto_adjust_ff_dim",
+    "block_dim",
+    "block_ff_dim",
+    "block_ffn_dim_multiplier",
+    "block_ffn_te_autocast",
+    "block_ffn_use_quantized_params",
+    "block_mlp_init_scale",
+    "block_multiple_of",
+    "block_out_init_scale",
+    "block_sequence_parallel_norm_across_tp",
+    "block_use_swiglu",
+    "block_use_xavier_init",
+)
+
 
 @family("lfm2", "lfm2_moe")
 def lfm2(f: Fields) -> FamilyShape:
@@ -34,10 +51,14 @@ def lfm2(f: Fields) -> FamilyShape:
     told = agreed_layers(f, listed, by_index)
     if told is None:
         raise f.error("layer_types", "missing, and so is full_attn_idxs")
-    f.understands("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "conv_bias")
-    conv = conv_tensor(f.count("hidden_size"), 1, f.count("conv_L_cache"))
+    f.understands(*_LFM2_MLP, "conv_bias", "conv_use_xavier_init")
+    width = f.count("hidden_size", "conv_dim", "conv_dim_out")
+    conv = conv_tensor(width, 1, f.count("conv_L_cache"))
+    heads = head_shape(f)
+    if (f.optional("num_heads") or heads.query_heads) != heads.query_heads:
+        raise f.error("num_heads", f"is not num_attention_heads {heads.query_heads}")
     groups = (
-        heads_group(LayerKind.FULL, told[1][LayerKind.FULL], head_shape(f)),
+        heads_group(LayerKind.FULL, told[1][LayerKind.FULL], heads),
         group(LayerKind.SHORT_CONV, told[1][LayerKind.SHORT_CONV], conv),
     )
     return FamilyShape(num_layers, groups)

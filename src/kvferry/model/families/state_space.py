@@ -162,13 +162,18 @@ def zamba2(f: Fields) -> FamilyShape:
     # Of the shared block's weights and adapters; kv_channels is derived, and not what it uses.
     f.understands("attention_hidden_size", "kv_channels", "num_mem_blocks", "use_mem_rope")
     f.understands("use_shared_attention_adapter", "use_shared_attention_lora", "use_shared_block_lora")
+    f.understands("gated_linear_unit", "use_mem_eff_path", "use_shared_mlp_adapter", "use_shared_mlp_lora")
     mamba_heads = f.count("n_mamba_heads")
     inner = f.count("mamba_expand") * hidden
     head_dim = f.optional("mamba_headdim") or split_evenly(
         f, "mamba_expand", inner, mamba_heads, "n_mamba_heads"
     )
     cell = _Mamba2(
-        mamba_heads, head_dim, f.count("mamba_ngroups"), f.count("mamba_d_state"), f.count("mamba_d_conv")
+        mamba_heads,
+        head_dim,
+        f.count("mamba_ngroups"),
+        f.count("mamba_d_state", "state_size"),
+        f.count("mamba_d_conv"),
     )
     full = heads_group(LayerKind.FULL, told[1][LayerKind.FULL], Heads(kv_heads, width, width, heads))
     return FamilyShape(num_layers, (full, cell.layer_group(f, range(num_layers))))

@@ -28,16 +28,21 @@ def _sliding(num_layers: int, windows: Iterable[int]) -> Layers:
     return split_layers(num_layers, windows, LayerKind.WINDOW, LayerKind.FULL)
 
 
+_WINDOW = ("sliding_window", "sliding_window_size")  # Gemma 2 was published with both
+
+
 def sliding_or_full(f: Fields, windows: Callable[[int], Iterable[int]]) -> FamilyShape:
     """Window and full layers of one head shape: by ``layer_types``, else by ``windows(num_layers)``."""
     num_layers = layer_count(f)
-    f.understands("sliding_window")  # may be present where no layer has one
+    f.understands(*_WINDOW)  # may be present where no layer has one
     told = listed_layers(f, num_layers, _WORDS, "layer_types")
     layers = _sliding(num_layers, windows(num_layers)) if told is None else told[1]
     shape = head_shape(f)
     groups = [heads_group(LayerKind.FULL, layers[LayerKind.FULL], shape)]
     if layers[LayerKind.WINDOW]:
-        window = f.count("sliding_window")
+        if not f.flag("use_sliding_window", default=True):
+            raise f.error("use_sliding_window", "is false, but layer_types names layers with a window")
+        window = f.count(*_WINDOW)
         groups.append(heads_group(LayerKind.WINDOW, layers[LayerKind.WINDOW], shape, window))
     return FamilyShape(num_layers, tuple(groups))
 
@@ -89,6 +94,7 @@ def step(f: Fields) -> FamilyShape:
     if told is None:
         raise f.error("layer_types", "missing from the config")
     heads, kv_heads = f.count("num_attention_heads"), f.count("num_attention_groups", "num_key_value_heads")
+    f.one_of("att_impl_type", f.text("att_impl_type") or "GQA", {"GQA": None})
     width = f.count("head_dim")
     split_evenly(f, "num_attention_heads", heads, kv_heads, "KV heads")
     full = Heads(kv_heads, width, width, heads)
@@ -116,14 +122,21 @@ def every_second(f: Fields) -> FamilyShape:
 @family("cohere2", "exaone4", "olmo3", "afmoe")
 def every_fourth(f: Fields) -> FamilyShape:
     """Every n-th layer is full (``sliding_window_pattern``, 4 in these classes), the rest are windows."""
-    _, pattern = f.get("sliding_window_pattern", "global_attn_every_n_layers")
+    names = (
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "global_attn_every_n_layers",
+        "layer_switch",
+    )
+    _, pattern = f.get(*names)
+    f.understands("use_embedding_sharing", "use_parallel_block", "num_limited_groups")
 
     def windows(num_layers: int) -> list[int]:
         if not f.has("sliding_window"):
             return []
         if isinstance(pattern, str):
             return _lettered(f, pattern, num_layers)
-        period = f.optional("sliding_window_pattern", "global_attn_every_n_layers") or 4
+        period = f.optional(*names) or 4
         return [i for i in range(num_layers) if (i + 1) % period]
 
     return sliding_or_full(f, windows)
