@@ -33,7 +33,6 @@ def draw_runs(path: Path, scenarios: Sequence[Scenario], results: Sequence[Resul
             axes.bar(places, heights, 0.25, color=colour, label=name)
         axes.set_xticks(range(len(names)), names, fontsize=8)
         axes.set_ylabel(f"{field.upper()}, s")
-        axes.set_yscale("log")
         axes.grid(visible=True, axis="y", alpha=0.3)
         axes.legend(fontsize=8)
     try:
