@@ -16,8 +16,8 @@ $(VENV)/installed: pyproject.toml Makefile
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	@echo 'adding the tools of the tests: about 65 MB'
-	@$(BIN)/python -m pip install --quiet --editable '.[dev,plot]'
+	@echo 'adding the tools of the tests: about 145 MB'
+	@$(BIN)/python -m pip install --quiet --editable '.[dev,plot,plan]'
 	@touch $@
 
 demo: $(VENV)/installed
