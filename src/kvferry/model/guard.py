@@ -25,14 +25,16 @@ __all__ = ["check_unread", "suspicious_fields"]
 # Parts of a word that are about a cache wherever they stand.
 _STEMS = re.compile(
     "attn|attention|head|cache|kv|qkv|window|slid|chunk|conv|mamba|rwkv|lstm|retention|recur|delta"
-    "|hyena|latent|compress|spars|hybrid|cross|indexer|yoco|lightning|per_layer|bidirection|causal"
+    "|hyena|hgrn|latent|compress|spars|hybrid|cross|indexer|yoco|lightning|per_layer|layerwise"
+    "|alternat|interleav|bidirection|causal"
 )
 # Whole words; too short or too common to be looked for inside others.
 _WORD_LIST = """
     att block blocks cla decoder dilated dilation encoder every full gdn gla global gqa group
-    groups gru index indices interval key keys layer layers linear local loop loops lru mem memory
-    mha mla mqa noop op pattern patterns period pruned qk queries query repeat repeats reuse rnn
-    share shared sharing shares sink sinks skip skipped span ssm state states swa types ut value values
+    groups gru index indices interval iteration iterations key keys layer layers linear local loop loops
+    lru mem memory mha mixer mla mqa noop op pattern patterns period pruned qk queries query repeat
+    repeats reuse rnn share shared sharing shares sink sinks skip skipped span ssm state states swa types
+    ut value values
 """
 _WORDS = frozenset(_WORD_LIST.split())
 _K_OR_V = re.compile(r"(?:^|_)(?:[kv]_(?:dim|size|width|rank)|(?:d|dim|n|num)_?[kv])(?:_|$)")
