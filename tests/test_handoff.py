@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -425,3 +426,62 @@ def test_layers_of_each_chunk_leave_while_prefill_computes(worker: Opened, schem
     target.engine.import_state(state, tables)
     move.started()
     assert seen(take(target.engine, "r", 999)) == seen(alone(75, SAMPLED, limits(STEPS)))
+
+
+def test_a_state_of_another_length_is_refused_before_a_byte_moves(worker: Opened) -> None:
+    """The record covers other tokens than were announced: refused, and nothing was written."""
+    source, target = worker("shm"), worker("shm")
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    state = source.engine.export_state("r", Exactness.BITS)
+    ticket = source.endpoint.offer(state, source.engine.tables("r"), tokens=64)
+    with pytest.raises(KVFerryError, match="64 were announced, the state covers 75"):
+        target.endpoint.pull(ticket, target.engine.allocate(76)).result()
+    assert not target.endpoint.pool.array.any()
+
+
+def test_an_older_attempt_is_refused(worker: Opened) -> None:
+    """After a newer attempt of a request was shown, an older one is refused."""
+    source, target = worker("shm"), worker("shm")
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    for attempt, refused in ((3, False), (2, True)):
+        state = source.engine.export_state("r", Exactness.BITS)
+        state = msgspec.structs.replace(state, attempt=attempt)
+        ticket = source.endpoint.offer(state, source.engine.tables("r"))
+        move = target.endpoint.pull(ticket, target.engine.allocate(76))
+        if refused:
+            with pytest.raises(KVFerryError, match="attempt is 2, expected at least 3"):
+                move.result()
+        else:
+            move.result()
+            move.started()
+
+
+def test_a_chunk_that_moves_in_part_is_held_against_its_export(worker: Opened) -> None:
+    """Decode holds a prefix, so chunks move in part; a block changed since export is refused still."""
+    source, target = worker("tcp"), worker("tcp", block_size=1)
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    state = source.engine.export_state("r", Exactness.BITS)
+    tables = target.engine.allocate(77)
+    have = hold_prefix(np.array(prompt(75))[:16], 1, prefix_salt(target.engine.requirements().fingerprint))
+    ticket = source.endpoint.offer(state, source.engine.tables("r"))
+    wait_until(lambda: source.endpoint.stats().digesting == 0)
+    pieces = source_pieces(source.engine.layout, source.engine.tables("r"), 75, first_token=48)
+    source.engine.memory[int(pieces.offset[0])] ^= 1
+    with pytest.raises(CorruptError, match="digest"):
+        target.endpoint.pull(ticket, tables, have=have).result()
+
+
+def test_a_renewal_never_shortens_a_lease(worker: Opened) -> None:
+    """Renewing for less than is left changes nothing."""
+    source, target = worker("shm"), worker("shm")
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    state = source.engine.export_state("r", Exactness.BITS)
+    blocks = source.engine.tables("r")
+    other = source.endpoint.offer(None, blocks, tokens=8, request_id="s", lease_seconds=0.2)
+    ticket = source.endpoint.offer(state, source.engine.tables("r"), lease_seconds=30)
+    source.endpoint.renew(ticket, 0.01)
+    with pytest.raises(DeadlineError):
+        source.endpoint.outcome(other).result(5)  # so long has passed
+    move = target.endpoint.pull(ticket, target.engine.allocate(76))
+    assert move.result() is not None
+    move.started()

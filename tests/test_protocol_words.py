@@ -16,6 +16,7 @@ from kvferry.protocol import messages as m
 from kvferry.protocol.compat import hello_reasons, pair_reasons
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.ticket import Mode, Ticket, open_ticket, read_ticket, seal_ticket
+from kvferry.state import Fingerprint
 
 ID = bytes(range(16))
 KEY = b"k" * 32
@@ -200,3 +201,14 @@ def test_errors_cross_the_wire_whole() -> None:
     assert type(back) is PeerError
     assert back.to_record() == error.to_record()
     assert type(KVFerryError.from_record(ErrorRecord("from the future", "m"))) is PeerError
+
+
+def test_an_engine_does_not_fit_a_side_without_one() -> None:
+    """A worker with an engine refuses a peer that has none, and the reverse."""
+    digest = "0" * 64
+    engine = Fingerprint(
+        engine="e", build="b", weights=digest, config=digest, tokenizer=digest, vocab_size=10, max_context=10
+    )
+    for one, other in ((engine, None), (None, engine)):
+        reasons = pair_reasons(party(fingerprint=one), party(fingerprint=other))
+        assert any("fingerprint" in reason for reason in reasons)
