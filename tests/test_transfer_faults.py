@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -10,13 +11,19 @@ from concurrent.futures import Future
 
 import pytest
 
-from conftest import fill_random, wait_until
+from conftest import fill_random, unique_address, wait_until
 from fault_kit import wait_stopped
 from kvferry.errors import DeadlineError, KVFerryError, LocalError, TransportError
 from kvferry.layout import BlockTable, PoolLayout
-from kvferry.transfer import Endpoint, Move, Timeouts, client
+from kvferry.protocol.messages import Mismatch
+from kvferry.protocol.table import Phase
+from kvferry.protocol.ticket import Mode, read_ticket
+from kvferry.transfer import Endpoint, Move, Timeouts, TransferRecord, client
+from kvferry.transfer.calls import NodeConfig
 from kvferry.transfer.directory import Directory
+from kvferry.transfer.node import Node
 from kvferry.transfer.peer import Peer
+from kvferry.transport.base import Memory
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -192,6 +199,104 @@ def test_a_peer_lost_before_its_transfer_began(opened: Opened, monkeypatch: pyte
         decode.pull(ticket, blocks(0), timeout_seconds=60).result()
     assert caught.value.phase == "handshake"
     assert caught.value.request_id == "r"
+
+
+def test_claims_that_wait_for_one_connection_say_their_own_names(opened: Opened) -> None:
+    """Nobody listens any more: each of the claims gets an error of its own request."""
+    prefill = opened(LAYOUT, TCP)
+    decode = opened(LAYOUT)
+    tickets = [prefill.offer(None, blocks(4 * n), tokens=TOKENS, request_id=f"r{n}") for n in range(3)]
+    prefill.close()
+    for number, move in enumerate([decode.pull(ticket, blocks(0)) for ticket in tickets]):
+        with pytest.raises(TransportError) as caught:
+            move.result()
+        assert caught.value.request_id == f"r{number}"
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_one_ticket_pulled_twice_at_once(opened: Opened, scheme: str) -> None:
+    """Before the first pull has even reached the peer, a second is refused, and the first notices nothing."""
+    prefill = opened(LAYOUT, unique_address(scheme))
+    decode = opened(LAYOUT)
+    fill_random(prefill.pool, 1)
+    ticket = prefill.offer(None, blocks(0), tokens=TOKENS, request_id="r")
+    first, second = decode.pull(ticket, blocks(4)), decode.pull(ticket, blocks(8))
+    with pytest.raises(LocalError, match=r"already|in use"):
+        second.result()
+    assert first.result() is None
+    first.started()
+
+
+def test_a_ticket_pulled_again_does_not_unmake_what_arrived(opened: Opened) -> None:
+    """The lease of a request that arrived has ended; a late second pull fails; the first still starts."""
+    prefill = opened(LAYOUT, TCP)
+    decode = opened(LAYOUT)
+    ticket = prefill.offer(None, blocks(0), tokens=TOKENS, request_id="r", lease_seconds=0.3)
+    move = decode.pull(ticket, blocks(4))
+    move.result()
+    wait_until(lambda: decode.stats().transfers == 0)
+    with pytest.raises(DeadlineError, match="no longer good"):
+        decode.pull(ticket, blocks(8)).result()
+    move.started()
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+@pytest.mark.parametrize("mode", Mode)
+def test_a_lease_is_renewed_on_both_sides_whoever_asks(opened: Opened, mode: Mode, who: str) -> None:
+    """After the commit, either side's renewal holds prefill's copy beyond the first lease."""
+    prefill, decode = opened(LAYOUT, TCP), opened(LAYOUT, TCP)
+    ticket, move, outcome = committed(prefill, decode, mode, lease_seconds=0.4)
+    lapsed = prefill.offer(None, blocks(12), tokens=TOKENS, request_id="lapsed", lease_seconds=0.4)
+    (prefill if who == "prefill" else decode).renew(ticket, 30.0)
+    with pytest.raises(DeadlineError):
+        prefill.outcome(lapsed).result(5)  # so the first lease is over too
+    move.started()
+    outcome.result(5)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_nothing_that_a_peer_says_takes_back_what_arrived(
+    opened: Opened, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the commit prefill says what the protocol does not allow: decode has it all, and starts."""
+    nodes: dict[str, tuple[Node, asyncio.AbstractEventLoop]] = {}
+    prepare = Node.__init__
+
+    def prepare_seen(self: Node, config: NodeConfig, memory: Memory) -> None:
+        prepare(self, config, memory)
+        nodes[config.name] = (self, asyncio.get_running_loop())
+
+    monkeypatch.setattr(Node, "__init__", prepare_seen)
+    prefill, decode = opened(LAYOUT, TCP, name="prefill"), opened(LAYOUT, TCP, name="decode")
+    ticket, move, _ = committed(prefill, decode, mode)
+    transfer = read_ticket(ticket).transfer
+    node, loop = nodes["prefill"]
+    session = node.ledger.find(transfer)
+    assert session is not None
+    loop.call_soon_threadsafe(session.post, Mismatch(transfer, LocalError("nonsense").to_record()))
+    decodes = nodes["decode"][0].ledger.find(transfer)
+    assert decodes is not None
+    wait_until(lambda: decodes.machine.phase is not Phase.COMMITTED)
+    move.started()
+    wait_until(lambda: decode.stats().transfers == 0)
+
+
+def committed(
+    prefill: Endpoint, decode: Endpoint, mode: Mode, lease_seconds: float = 30.0
+) -> tuple[bytes, Move, Future[TransferRecord]]:
+    """A request that decode has and has not started; its ticket, decode's move, and prefill's outcome."""
+    if mode is Mode.PULL:
+        ticket = prefill.offer(None, blocks(0), tokens=TOKENS, request_id="r", lease_seconds=lease_seconds)
+        outcome, move = prefill.outcome(ticket), decode.pull(ticket, blocks(4))
+    else:
+        ticket = decode.reserve("r", TOKENS, blocks(4), lease_seconds=lease_seconds)
+        move = decode.arrival(ticket)
+        push = prefill.push(ticket, blocks(0), tokens=TOKENS)
+        outcome = prefill.outcome(ticket)
+        push.layers(0, 3)
+        push.commit(None)
+    move.result()
+    return ticket, move, outcome
 
 
 def test_an_endpoint_closes_while_it_waits_for_a_handshake(

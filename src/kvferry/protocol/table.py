@@ -255,6 +255,7 @@ decode    | push, pull | committed                              | start         
 decode    | push, pull | committed                              | cancel          | aborting   | send abort
 decode    | push, pull | committed                              | got abort       | alone      | send aborted
 decode    | push, pull | committed                              | peer lost       | alone      |
+decode    | push, pull | committed                              | got renew       | =          | renew
 decode    | push, pull | committed                              | lease end       | alone      |
 decode    | push, pull | committed                              | deadline        | alone      |
 decode    | push, pull | alone                                  | start           | done       | succeed
@@ -263,12 +264,13 @@ decode    | push, pull | alone                                  | lease end     
 decode    | push, pull | alone                                  | deadline        | done       | succeed
 decode    | push, pull | alone                                  | peer lost       | =          |
 decode    | push, pull | alone                                  | got abort       | =          | send aborted
+decode    | push, pull | alone                                  | got renew       | =          |
 decode    | push, pull | starting                               | got released    | done       | succeed
 decode    | push, pull | starting                               | got abort       | done       | send aborted, succeed
 decode    | push, pull | starting                               | peer lost       | done       | succeed
 decode    | push, pull | starting                               | lease end       | done       | succeed
 decode    | push, pull | starting                               | deadline        | done       | succeed
-decode    | push, pull | starting                               | cancel          | =          |
+decode    | push, pull | starting                               | got renew, cancel | =        |
 
 # A hold that nobody has claimed.
 prefill, decode | pull, push | held                             | got renew       | =          | renew

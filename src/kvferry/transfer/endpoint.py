@@ -256,7 +256,7 @@ class Endpoint:
         return outer
 
     def renew(self, ticket: bytes, lease_seconds: float) -> None:
-        """Hold on for ``lease_seconds`` from now; the side that claimed asks its peer to."""
+        """Hold on for ``lease_seconds`` from now; once the ticket is claimed, both sides do."""
         self._client.call(
             c.RenewCall, CALL_SECONDS, transfer=read_ticket(ticket).transfer, lease_seconds=lease_seconds
         )

@@ -93,6 +93,9 @@ class Ledger:
     def forget(self, session: Session) -> None:
         """The session has ended and holds nothing."""
         self._sessions.pop(session.transfer, None)
+        ended = self._ended.get(session.transfer)
+        if ended is not None and ended.exception() is None:
+            return  # a late second claim of its ticket failed, as it had to: what arrived has arrived
         _remember(self._ended, session.transfer, session.ended)
 
     # What makes "visible exactly once" and "newest attempt" checkable.

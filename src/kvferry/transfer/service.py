@@ -110,6 +110,10 @@ class Service:
             )
         if ticket.incarnation == self._node.incarnation:
             raise LocalError("ticket: this endpoint issued it itself", request_id=ticket.request_id)
+        if ticket.transfer in self._reaching:
+            raise LocalError(
+                "this ticket is being claimed here already", request_id=ticket.request_id, phase="claim"
+            )
         self._reaching[ticket.transfer] = None
         try:
             async with asyncio.timeout(call.timeout_seconds):
@@ -127,7 +131,8 @@ class Service:
                 next_step="see whether the worker that issued the ticket runs and is reachable",
             ) from None
         except KVFerryError as error:
-            raise error.with_context(request_id=ticket.request_id, peer=ticket.issuer) from None
+            # A copy: one connection that fails is the error of every claim that waited for it.
+            raise error.retold(request_id=ticket.request_id, peer=error.peer or ticket.issuer) from None
         finally:
             del self._reaching[ticket.transfer]
         self._node.ledger.make_room(ticket.transfer, ticket.request_id)
@@ -157,8 +162,7 @@ class Service:
     async def _commit(self, call: c.CommitCall) -> c.Nothing:
         session = self._node.ledger.get(call.transfer)
         await self._granted(session)
-        session.state = call.state
-        session.local(Event.FINISH)
+        session.finish_push(call.state)
         return c.Nothing()
 
     async def _granted(self, session: Session) -> None:

@@ -19,7 +19,6 @@ from kvferry.protocol.machine import Machine
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.table import (
     IN_DOUBT,
-    START_PHASE,
     TRUTH,
     TRUTH_BY_DECODES_WORD,
     WAITS,
@@ -111,14 +110,14 @@ class Session:
             self.machine.expect(event)
             take(self, message)
         except PeerError as error:
-            self.fail(error)
+            # A peer that talks nonsense is as good as lost where its word can change nothing any more.
+            self.fail(error, Event.PEER_LOST if self._is_safe else Event.CANCEL)
             return
         self.feed(event)
 
     def local(self, event: Event) -> None:
         """A call of this side's engine; raises LocalError, or the error that ended the transfer."""
-        if self.machine.phase in (Phase.FAILED, Phase.ABORTING):
-            raise self.final_error()
+        self._allow(event)
         self.feed(event)
 
     def fail(self, error: KVFerryError, event: Event = Event.CANCEL) -> None:
@@ -161,17 +160,30 @@ class Session:
             ACTIONS[actions.pop(0)](self)
 
     def push_part(self, part: Part) -> None:
-        """Prefill: this part is final; move it."""
+        """Prefill: this part is final; move it. Raises as ``local``; then it does not move."""
+        self._allow(Event.LAYERS)
         self.payload.add(part)
-        self.local(Event.LAYERS)
+        self.feed(Event.LAYERS)
+
+    def finish_push(self, state: bytes) -> None:
+        """Prefill: that was the last part, and this is the state. Raises as ``local``."""
+        self._allow(Event.FINISH)
+        self.state = state
+        self.feed(Event.FINISH)
+
+    def _allow(self, event: Event) -> None:
+        """Refuse a call of this side's engine before anything has changed."""
+        if self.machine.phase in (Phase.FAILED, Phase.ABORTING):
+            raise self.final_error()
+        self.machine.expect(event)
 
     # Time.
 
     def renew(self, lease_seconds: float) -> None:
-        """Hold on for ``lease_seconds`` from now; a claiming side asks its peer too."""
+        """Hold on for ``lease_seconds`` from now, and let the peer do so too, if there is one yet."""
         self.extend_lease(lease_seconds)
         self.set_timer()
-        if START_PHASE[self.role, self.mode] is Phase.CLAIMING:
+        if self.peer is not None:
             self.post(m.Renew(self.transfer, int(lease_seconds * 1e3)))
 
     def extend_lease(self, lease_seconds: float) -> None:
@@ -223,9 +235,14 @@ class Session:
     def peer_name(self) -> str:
         return "" if self.peer is None else self.peer.name
 
+    @property
+    def _is_safe(self) -> bool:
+        """Everything is decode's, whatever its peer does now."""
+        return self.role is Role.DECODE and self.machine.phase in _SAFE_AT_DECODE
+
     def keep_error(self, error: KVFerryError) -> None:
         """The first error, and the phase it came in; unless everything is decode's already."""
-        if self.role is Role.DECODE and self.machine.phase in _SAFE_AT_DECODE:
+        if self._is_safe:
             self._failing_phase = self.machine.phase
             self.error = error  # told only if decode gives up what it has
         elif self.error is None:
