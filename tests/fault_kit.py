@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +35,10 @@ from kvferry.protocol.ticket import Mode
 from kvferry.transfer import Stats
 from kvferry.transfer.retry import NextTry, advice
 
-__all__ = ["CASES", "Case", "Fault", "Result", "Stage", "wait_stopped"]
+__all__ = ["CASES", "Case", "Fault", "Result", "Stage", "play", "wait_stopped"]
 
 # Timeout and lease of everything that takes part in a fault; an error may come GRACE after it.
-DEADLINE_SECONDS = 1.2
+DEADLINE_SECONDS = 1.5
 GRACE_SECONDS = 1.0
 # Time for what has no fault in it, on a machine that is busy.
 PATIENCE_SECONDS = 30.0
@@ -268,11 +268,12 @@ class Victim:
 class Stage:
     """One survivor, the workers around it, and the cases that they play."""
 
+    _numbers = itertools.count(1)
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._numbers = itertools.count(1)
         self._ready: deque[Victim] = deque()
-        self.survivor = FaultWorker("survivor")
+        self.survivor = FaultWorker(f"survivor-{next(self._numbers)}")
         self._alone: Footprint | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fault-survivor")
 
@@ -475,6 +476,32 @@ class Stage:
         """The transfer process has what it began with, and what each connection of now needs."""
         assert self._alone is not None
         return self._footprint().fits(self._alone)
+
+
+@contextlib.contextmanager
+def play(cases: Sequence[Case], folder: Path, lanes: int) -> Iterator[dict[Case, Future[Result]]]:
+    """Play cases in a few lanes side by side, each with a survivor of its own: mostly they wait.
+
+    On leaving, every case has been played, and nothing of any of them is left.
+    """
+    results: dict[Case, Future[Result]] = {case: Future() for case in cases}
+    todo = deque(cases)
+
+    def run_lane() -> None:
+        with Stage(folder) as stage:
+            while todo:
+                with contextlib.suppress(IndexError):  # another lane took the last one
+                    case = todo.popleft()
+                    try:
+                        results[case].set_result(stage.run(case))
+                    except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the result
+                        results[case].set_exception(error)
+
+    with ThreadPoolExecutor(lanes, thread_name_prefix="fault-lane") as pool:
+        running = [pool.submit(run_lane) for _ in range(min(lanes, len(cases)))]
+        yield results
+    for lane in running:
+        lane.result()
 
 
 def _strike(fault: Fault, victim: Victim) -> None:

@@ -44,7 +44,7 @@ from kvferry.transport import registry
 from kvferry.transport.base import Memory
 from reference_kit import SAMPLED, limits, prompt, start, take, tiny
 
-TIMEOUTS = Timeouts(handshake=1.2, heartbeat=0.1, lost=0.6, abort=0.3, start=1.2)
+TIMEOUTS = Timeouts(handshake=1.5, heartbeat=0.1, lost=1.0, abort=0.3, start=1.5)
 PROMPT_TOKENS, STEPS = 75, 6
 TRAP_VARIABLE = "KVFERRY_FAULT_TRAP"
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
 from conftest import held_by_this_process, wait_until
-from fault_kit import CASES, Case, Fault, Stage
+from fault_kit import CASES, Case, Fault, Result, play
 from kvferry.protocol.table import Role, phases_of
 from kvferry.protocol.ticket import Mode
 
@@ -29,18 +30,24 @@ def chosen() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """The survivor of all cases; in the end nothing of any of them is left."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Case, Future[Result]]]:
+    """The cases of this run, played side by side; in the end nothing of any of them is left."""
+    params = [getattr(item, "callspec", None) for item in request.session.items]
+    cases = [param.params["case"] for param in params if param is not None and "case" in param.params]
     before = held_by_this_process()
-    with Stage(tmp_path_factory.mktemp("faults")) as made:
-        yield made
+    with play(
+        [case for case in cases if isinstance(case, Case)], tmp_path_factory.mktemp("faults"), 3
+    ) as all_of:
+        yield all_of
     wait_until(lambda: not held_by_this_process() - before, 5.0, lambda: held_by_this_process() - before)
 
 
 @pytest.mark.parametrize("case", chosen(), ids=str)
-def test_the_survivor_of_a_fault(stage: Stage, case: Case) -> None:
+def test_the_survivor_of_a_fault(results: dict[Case, Future[Result]], case: Case) -> None:
     """The right error in time, nothing held, the next request served, and never a wrong token."""
-    stage.run(case)
+    results[case].result()
 
 
 def test_the_matrix_has_every_phase_of_every_seat() -> None:
