@@ -59,7 +59,8 @@ class Payload:
         self._parts: deque[Part] = deque()
         self._cancel = CancelToken()
         self._when_quiet: Callable[[], None] | None = None
-        self._moved: list[Part] = []
+        self._given: list[tuple[Part, DigestTable]] = []
+        self._taking = 0
         self._planned: tuple[tuple[Part, int, int], CopyPlan] | None = None
         self.exported: asyncio.Future[DigestTable] | None = None
         self._vouching: asyncio.Future[DigestTable] | None = None
@@ -109,9 +110,10 @@ class Payload:
 
     # Copies.
 
-    def add(self, part: Part) -> None:
-        """This part may move when its turn comes."""
+    def add(self, part: Part, digests: DigestTable = NO_DIGESTS) -> None:
+        """This part may move when its turn comes; ``digests`` are of a push's part, as it was given."""
         self._parts.append(part)
+        self._given.append((part, digests))
 
     def copy_next(self) -> None:
         """Move the next part, unless one is on its way."""
@@ -120,7 +122,6 @@ class Payload:
         if self.is_copying or not self._parts:
             return
         part = self._parts.popleft()
-        self._moved.append(part)
         if session.role is Role.PREFILL and not session.peer.connection.can_write:
             # Decode carries the push out by reading; our word starts it at once.
             layers = part.layers or range(1 << 20)
@@ -204,10 +205,11 @@ class Payload:
         if self._session.machine.phase is Phase.MOVING:
             self._session.feed(Event.LANDED)
 
-    # Digests of prefill's blocks.
+    # Digests of prefill's blocks: taken before the call that lends the blocks returns, so that they
+    # are of what the engine had computed, whatever becomes of the blocks while they move.
 
     def begin_digests(self, like: Payload | None = None) -> None:
-        """An offer's digests are taken when it is made, in a thread: its blocks must stay as they are now.
+        """Take an offer's digests, in a thread.
 
         ``like``: another offer of the same blocks; its digests are these.
         """
@@ -221,10 +223,27 @@ class Payload:
             self.exported = like.exported
         self.exported.add_done_callback(lambda _: self._quiet_again())
 
+    async def take_digests(self, part: Part) -> DigestTable:
+        """The digests of one part of a push as it lies now."""
+        if not self._session.config.integrity:
+            return NO_DIGESTS
+        self._taking += 1
+        try:
+            return await self._loop.run_in_executor(
+                self._session.node.copiers, self._digest_part_in_thread, part
+            )
+        finally:
+            self._taking -= 1
+            self._quiet_again()
+
+    def _digest_part_in_thread(self, part: Part) -> DigestTable:
+        return digest_plan(self._session.node.memory.array, self.plan(part))
+
     @property
     def is_digesting(self) -> bool:
         """Digests are being taken now."""
-        return any(task is not None and not task.done() for task in (self.exported, self._vouching))
+        tasks = (self.exported, self._vouching)
+        return self._taking > 0 or any(task is not None and not task.done() for task in tasks)
 
     def vouch(self) -> bool:
         """True where no digests are wanted; else VOUCHED comes when those of all that moved are there."""
@@ -253,7 +272,11 @@ class Payload:
         """For each part that moved, in order: its chunks' digests, taken at export wherever that can be."""
         session, memory = self._session, self._session.node.memory.array
         if exported is None:
-            return join_digests([digest_plan(memory, self.plan(part)) for part in self._moved])
+            # A push: what was given must be what is there now, or a part was pushed before it was
+            # final, or its blocks were reused.
+            now = join_digests([digest_plan(memory, self.plan(part)) for part, _ in self._given])
+            compare_digests(join_digests([digests for _, digests in self._given]), now)
+            return now
         plan = self.plan()
         if plan.chunk_complete.all():
             return select_digests(exported, plan.chunk_id)

@@ -62,6 +62,8 @@ class Service:
         session = self._hold(Role.PREFILL, Mode.PULL, call)
         session.state = call.state
         session.payload.begin_digests(None if like is None else like.payload)
+        if session.payload.exported is not None:
+            await asyncio.shield(session.payload.exported)
         return c.Held(self._node.ticket(session, call.lease_seconds))
 
     async def _reserve(self, call: c.ReserveCall) -> c.Held:
@@ -156,7 +158,8 @@ class Service:
     async def _layers(self, call: c.LayersCall) -> c.Nothing:
         session = self._node.ledger.get(call.transfer)
         await self._granted(session)
-        session.push_part(Part(range(call.first_layer, call.stop_layer), (call.first_token, call.stop_token)))
+        part = Part(range(call.first_layer, call.stop_layer), (call.first_token, call.stop_token))
+        await session.push_part(part)
         return c.Nothing()
 
     async def _commit(self, call: c.CommitCall) -> c.Nothing:

@@ -159,10 +159,12 @@ class Session:
                 return  # goes on, from FREE, when nothing touches the memory any more
             ACTIONS[actions.pop(0)](self)
 
-    def push_part(self, part: Part) -> None:
-        """Prefill: this part is final; move it. Raises as ``local``; then it does not move."""
+    async def push_part(self, part: Part) -> None:
+        """Prefill: this part is final; digest it, then move it. Raises as ``local``; then it stays."""
         self._allow(Event.LAYERS)
-        self.payload.add(part)
+        digests = await self.payload.take_digests(part)
+        self._allow(Event.LAYERS)
+        self.payload.add(part, digests)
         self.feed(Event.LAYERS)
 
     def finish_push(self, state: bytes) -> None:
