@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from hypothesis import settings
 
 from kvferry.layout import PoolLayout
 from kvferry.transfer import Endpoint, Pool, Timeouts
@@ -28,6 +29,9 @@ from kvferry.transfer import Endpoint, Pool, Timeouts
 QUICK = Timeouts(handshake=10.0, heartbeat=0.2, lost=3.0, abort=0.3, start=5.0)
 
 
+# Time is never asserted, not by Hypothesis either: a busy machine is no fault.
+settings.register_profile("kvferry", deadline=None)
+settings.load_profile("kvferry")
 _numbers = itertools.count()
 
 

