@@ -63,6 +63,8 @@ def read_ticket(data: bytes) -> Ticket:
 
     Raises InputError when it is not a ticket: it was handed to this side as an argument.
     """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise InputError(f"ticket: it is {type(data).__name__}, not bytes")
     if len(data) > MAX_TICKET_NBYTES or data[:4] != _PREFIX:
         raise InputError(
             "ticket: these bytes are not a kvferry ticket (decode base64 first, if it came through JSON)"

@@ -6,7 +6,10 @@ outcome when the hold ended. Answers come in any order; ``id`` joins them.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from kvferry.errors import ErrorRecord
 from kvferry.layout import PoolLayout
@@ -75,6 +78,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_threads: int = 2
 
 
+_Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+_Seconds = Annotated[float, Meta(gt=0, lt=7 * 24 * 3600)]
+
+
 class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
     id: int
 
@@ -89,25 +96,25 @@ class OfferCall(_Call, frozen=True):
     transfer: bytes
     request_id: str
     state: bytes
-    tokens: int
+    tokens: _Count
     tables: tuple[WireTable, ...]
-    lease_seconds: float
+    lease_seconds: _Seconds
     like: bytes = b""
 
 
 class ReserveCall(_Call, frozen=True):
     transfer: bytes
     request_id: str
-    tokens: int
+    tokens: _Count
     tables: tuple[WireTable, ...]
-    lease_seconds: float
+    lease_seconds: _Seconds
     held: HeldPrefix
 
 
 class PullCall(_Call, frozen=True):
     ticket: bytes
     tables: tuple[WireTable, ...]
-    timeout_seconds: float
+    timeout_seconds: _Seconds
     held: HeldPrefix
     transport: str
     portions: tuple[Portion, ...] = ()
@@ -116,8 +123,8 @@ class PullCall(_Call, frozen=True):
 class PushCall(_Call, frozen=True):
     ticket: bytes
     tables: tuple[WireTable, ...]
-    tokens: int
-    timeout_seconds: float
+    tokens: _Count
+    timeout_seconds: _Seconds
     state: bytes
     prompt_ids: bytes
     transport: str
@@ -126,10 +133,10 @@ class PushCall(_Call, frozen=True):
 
 class LayersCall(_Call, frozen=True):
     transfer: bytes
-    first_layer: int
-    stop_layer: int
-    first_token: int
-    stop_token: int
+    first_layer: _Count
+    stop_layer: _Count
+    first_token: _Count
+    stop_token: _Count
 
 
 class CommitCall(_Call, frozen=True):
@@ -151,7 +158,7 @@ class CancelCall(_Call, frozen=True):
 
 class RenewCall(_Call, frozen=True):
     transfer: bytes
-    lease_seconds: float
+    lease_seconds: _Seconds
 
 
 class ArrivalCall(_Call, frozen=True):

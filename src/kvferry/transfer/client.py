@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,18 +20,21 @@ from typing import Any
 
 import msgspec
 
-from kvferry.errors import DeadlineError, KVFerryError, LocalError
+from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
 from kvferry.transfer.calls import Call, CloseCall, NodeConfig, Reply, StatsCall
 from kvferry.transfer.process import FRAME, serve
 from kvferry.transport.base import Memory
 
 __all__ = ["NodeClient"]
 
+_call_decoder: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
 _encoder = msgspec.msgpack.Encoder()
 # Beyond a call's own limit: how long the node may take to say that the limit has passed.
 _GRACE_SECONDS = 0.5
 _REAP_SECONDS = 1.0
+# How long the node may leave its socket full of calls before it counts as frozen.
+_SEND_SECONDS = 5
 
 
 class NodeClient:
@@ -39,6 +43,7 @@ class NodeClient:
     def __init__(self, config: NodeConfig, memory: Memory, *, process: bool) -> None:
         self._name = config.name
         self._sock, theirs = socket.socketpair()
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         self._ids = itertools.count(1)
         self._futures: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -71,14 +76,18 @@ class NodeClient:
         return os.getpid() if self._process is None else self._process.pid
 
     def submit(self, kind: type[Call], **fields: Any) -> Future[Any]:
-        """Send a call; the future gives its value or its KVFerryError."""
+        """Send a call; the future gives its value or its KVFerryError.
+
+        Raises InputError for a field of the wrong type or range; then nothing was sent.
+        """
         future: Future[Any] = Future()
         number = next(self._ids)
+        body = _encode(kind(number, **fields))
         with self._lock:
             if self._closed:
                 raise _closed() if self._released else self._gone()
             self._futures[number] = future
-        self._send(_encoder.encode(kind(number, **fields)))
+        self._send(body)
         return future
 
     def call(self, kind: type[Call], limit_seconds: float, **fields: Any) -> Any:
@@ -138,6 +147,11 @@ class NodeClient:
         with self._lock:
             try:
                 self._sock.sendall(FRAME.pack(len(body)) + body)
+            except BlockingIOError as error:  # the limit: half a call may be out, so nothing can follow it
+                self._sock.shutdown(socket.SHUT_RDWR)
+                if self._process is not None:
+                    self._process.kill()  # frozen: only this makes sure that it touches nothing any more
+                raise self._gone() from error
             except OSError as error:
                 raise self._gone() from error
 
@@ -180,6 +194,16 @@ class NodeClient:
             now_true="what it held is free; peers find out by their broken connections",
             next_step="open a new endpoint; look for what killed the process",
         )
+
+
+def _encode(call: Call) -> bytes:
+    """The call as it travels; raises InputError for what the node could not read."""
+    try:
+        body = _encoder.encode(call)
+        _call_decoder.decode(body)
+    except (msgspec.ValidationError, TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise InputError(f"{type(call).__name__.removesuffix('Call').lower()}: {error}") from error
+    return body
 
 
 def _closed() -> LocalError:

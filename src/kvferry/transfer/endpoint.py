@@ -258,7 +258,10 @@ class Endpoint:
     def renew(self, ticket: bytes, lease_seconds: float) -> None:
         """Hold on for ``lease_seconds`` from now; once the ticket is claimed, both sides do."""
         self._client.call(
-            c.RenewCall, CALL_SECONDS, transfer=read_ticket(ticket).transfer, lease_seconds=lease_seconds
+            c.RenewCall,
+            CALL_SECONDS,
+            transfer=read_ticket(ticket).transfer,
+            lease_seconds=_positive("lease_seconds", lease_seconds),
         )
 
     def withdraw(self, ticket: bytes, reason: KVFerryError | str = "withdrawn") -> None:
@@ -309,8 +312,9 @@ def _given(value: Any, from_state: Any, field: str) -> Any:
 
 
 def _positive(field: str, seconds: float) -> float:
-    if not 0 < seconds < _MAX_SECONDS:  # not NaN either
-        raise InputError(f"{field}: {seconds} is not a number of seconds from 0 to {_MAX_SECONDS}")
+    known = isinstance(seconds, (int, float)) and 0 < seconds < _MAX_SECONDS  # not NaN either
+    if not known:
+        raise InputError(f"{field}: {seconds!r} is not a number of seconds from 0 to {_MAX_SECONDS}")
     return float(seconds)
 
 

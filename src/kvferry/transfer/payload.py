@@ -124,8 +124,8 @@ class Payload:
         part = self._parts.popleft()
         if session.role is Role.PREFILL and not session.peer.connection.can_write:
             # Decode carries the push out by reading; our word starts it at once.
-            layers = part.layers or range(1 << 20)
-            first, stop = part.token_range or (0, session.tokens)
+            layers = range(1 << 20) if part.layers is None else part.layers
+            first, stop = (0, session.tokens) if part.token_range is None else part.token_range
             session.post(
                 m.Ready(session.transfer, layers.start, layers.stop, first, stop, session.held_tokens)
             )

@@ -95,11 +95,14 @@ def plan_portions(
 ) -> CopyPlan:
     """One copy plan for all portions, in their order; without portions, for all that both layouts hold.
 
-    ``layers``: of the portions only these. The rest, and what is raised, is as in ``copy_plan``.
+    ``layers``: only these of what moves anyway. A range of any length costs no more than the layers
+    that both hold. The rest, and what is raised, is as in ``copy_plan``.
     """
     (src_layout, src_tables), (dst_layout, dst_tables) = src, dst
     rest: dict[str, Any] = {"first_token": first_token, "token_range": token_range}
     if not portions:
+        if layers is not None:
+            layers = [layer for layer in src_layout.layers if layer in dst_layout.layers and layer in layers]
         return copy_plan(src_layout, dst_layout, src_tables, dst_tables, tokens, layers=layers, **rest)
     plans = [
         copy_plan(
