@@ -136,6 +136,8 @@ def test_a_continuation_that_differs_is_not_called_identical(tmp_path: Path) -> 
         (["--prompt", "a", "--prompt-file", "x"], "prompt_file"),
         (["--prompt-file", "/no/such/file"], "prompt_file"),
         (["--prompt-file", sys.executable], "UTF-8"),
+        (["--prompt-file", "/dev/zero"], "longer"),
+        (["--prompt", "\udcff"], "UTF-8"),
         (["--tokens", "0"], "tokens"),
         (["--tokens", "-3"], "tokens"),
         (["--tokens", "1.5"], "tokens"),

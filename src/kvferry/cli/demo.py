@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DemoFlags", "demo"]
 
+# More than any context holds; a device or a log given by mistake is not read to its end.
+_MAX_PROMPT_NBYTES = 16 << 20
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +103,17 @@ def demo(
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     if prompt_file is None:
+        if prompt is not None and any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise InputError("prompt: it is not UTF-8")
         return prompt
     if prompt is not None:
         raise InputError("prompt_file: give a prompt or a file, not both")
     try:
-        return prompt_file.read_text("utf-8")
+        with prompt_file.open("rb") as file:
+            raw = file.read(_MAX_PROMPT_NBYTES + 1)
+        if len(raw) > _MAX_PROMPT_NBYTES:
+            raise InputError(f"prompt_file: {prompt_file} is longer than {_MAX_PROMPT_NBYTES} bytes")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"prompt_file: {prompt_file} is not UTF-8 (byte {error.start})") from error
     except OSError as error:
