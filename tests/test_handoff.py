@@ -466,6 +466,41 @@ def test_a_chunk_that_moves_in_part_is_held_against_its_export(worker: Opened) -
         target.endpoint.pull(ticket, tables, have=have).result()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_prefix_of_other_ids_than_the_states_is_not_left_out(worker: Opened, scheme: str) -> None:
+    """Prefill pushed by other ids than its state has, which decode happens to hold: refused, not decoded."""
+    source, target = worker(scheme), worker(scheme)
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    state = source.engine.export_state("r", Exactness.BITS)
+    others = np.arange(100, 164)
+    have = hold_prefix(others, 16, prefix_salt(target.engine.requirements().fingerprint))
+    ticket = target.endpoint.reserve("r", 75, target.engine.allocate(77), have=have)
+    move = target.endpoint.arrival(ticket)
+    push = source.endpoint.push(ticket, source.engine.tables("r"), tokens=75, prompt_ids=list(others))
+    push.layers(0, 4)
+    push.commit(state)
+    with pytest.raises(PeerError, match="the state's own ids agree with 0"):
+        move.result()
+    wait_until(lambda: target.endpoint.stats().transfers == 0)
+
+
+def test_the_outcome_is_of_the_attempt_that_lives(worker: Opened) -> None:
+    """A transfer id that failed is offered again: its outcome waits for the new attempt's end."""
+    source, target = worker("shm"), worker("shm")
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    state = source.engine.export_state("r", Exactness.BITS)
+    first = source.endpoint.offer(state, source.engine.tables("r"))
+    source.endpoint.withdraw(first)
+    with pytest.raises(KVFerryError, match="withdrawn"):
+        source.endpoint.outcome(first).result(5)
+    second = source.endpoint.offer(state, source.engine.tables("r"))
+    outcome = source.endpoint.outcome(second)
+    move = target.endpoint.pull(second, target.engine.allocate(76))
+    move.result()
+    move.started()
+    assert outcome.result(5).request_id == "r"
+
+
 def test_a_renewal_never_shortens_a_lease(worker: Opened) -> None:
     """Renewing for less than is left changes nothing."""
     source, target = worker("shm"), worker("shm")

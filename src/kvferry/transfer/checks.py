@@ -15,6 +15,7 @@ import msgspec
 
 from kvferry.errors import CorruptError, IncompatibleError, PeerError
 from kvferry.layout import BlockTable, GroupLayout, PoolLayout, rank_plan
+from kvferry.protocol.prefix import HeldPrefix, agreed_tokens, prefix_salt
 from kvferry.protocol.ticket import Mode
 from kvferry.state import (
     Arrival,
@@ -24,10 +25,12 @@ from kvferry.state import (
     GroupBlocks,
     GroupRoom,
     LandedBlocks,
+    LoraAdapter,
     Requirements,
     check_after_move,
     check_before_move,
     decode_state,
+    unpack_ids,
 )
 from kvferry.transfer.integrity import DigestTable, check_coverage
 from kvferry.transfer.portions import plan_portions
@@ -35,7 +38,7 @@ from kvferry.transfer.portions import plan_portions
 if TYPE_CHECKING:
     from kvferry.transfer.session import Session
 
-__all__ = ["before_move", "before_visible"]
+__all__ = ["agree", "before_move", "before_visible"]
 
 _MAX_BLOCKS = (1 << 31) - 1
 
@@ -75,6 +78,13 @@ def before_visible(
     check_coverage(session.payload.plan(), session.payload.arrived)
     if requirements is None:
         return
+    if session.held_tokens > (like := agree(session, session.held)):
+        raise PeerError(
+            f"held_tokens: {session.held_tokens} were left out, but the state's own ids agree with "
+            f"{like} of those that decode holds",
+            phase="check",
+            next_step="give push the prompt_ids of the state, or none",
+        )
     state = decode_state(session.state)
     integrity = session.config.integrity
     groups = tuple(
@@ -94,6 +104,23 @@ def before_visible(
         lease_seconds_left=session.lease_deadline - time.monotonic(),
     )
     check_after_move(_of_this_rank(session, state), requirements, arrival)
+
+
+def agree(session: Session, held: HeldPrefix) -> int:
+    """The leading tokens that decode holds, by its hashes and the state's ids (a push: or prefill's)."""
+    requirements = session.config.requirements
+    if not held.hashes or requirements is None:
+        return 0
+    ids = session.prompt_ids
+    adapters: tuple[LoraAdapter, ...] = ()
+    media: tuple[str, ...] = ()
+    if session.state:
+        state = decode_state(session.state)
+        ids = state.tokens.ids
+        adapters = state.fingerprint.lora
+        media = () if state.multimodal is None else state.multimodal.hashes
+    salt = prefix_salt(requirements.fingerprint, adapters=adapters, media=media)
+    return min(agreed_tokens(held, unpack_ids(ids), salt), session.tokens)
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import CapacityError, KVFerryError, LocalError, PeerError
 from kvferry.protocol import messages as m
-from kvferry.protocol.prefix import HeldPrefix, agreed_tokens, prefix_salt
 from kvferry.protocol.table import Role
 from kvferry.protocol.ticket import Mode
-from kvferry.state import LoraAdapter, decode_state, unpack_ids
+from kvferry.transfer.checks import agree
 from kvferry.transfer.payload import Part
 
 if TYPE_CHECKING:
@@ -122,23 +121,6 @@ def _take_held(session: Session, held_tokens: int) -> None:
     if held_tokens > session.held.tokens:
         raise PeerError(f"held_tokens: {held_tokens} were left out, {session.held.tokens} are held here")
     session.held_tokens = held_tokens
-
-
-def agree(session: Session, held: HeldPrefix) -> int:
-    """At prefill: the leading tokens that decode holds, by its hashes and the request's own ids."""
-    requirements = session.config.requirements
-    if not held.hashes or requirements is None:
-        return 0
-    ids = session.prompt_ids
-    adapters: tuple[LoraAdapter, ...] = ()
-    media: tuple[str, ...] = ()
-    if session.state:
-        state = decode_state(session.state)
-        ids = state.tokens.ids
-        adapters = state.fingerprint.lora
-        media = () if state.multimodal is None else state.multimodal.hashes
-    salt = prefix_salt(requirements.fingerprint, adapters=adapters, media=media)
-    return min(agreed_tokens(held, unpack_ids(ids), salt), session.tokens)
 
 
 def _take_committed(session: Session, message: m.Committed) -> None:

@@ -79,7 +79,10 @@ class Ledger:
         raise LocalError(f"no such transfer at this endpoint now: {self.why_ended(transfer)}")
 
     def outcome(self, transfer: bytes) -> asyncio.Future[Outcome]:
-        """How a transfer ends or has ended."""
+        """How a transfer ends or has ended; of a transfer id that is tried again, the attempt that lives."""
+        session = self._sessions.get(transfer)
+        if session is not None:
+            return session.ended
         return self._ended.get(transfer) or self.get(transfer).ended
 
     def why_ended(self, transfer: bytes) -> str:
