@@ -366,7 +366,7 @@ def test_only_own_free_blocks_take_a_request() -> None:
     tables = target.allocate(TOKENS + 1)
     copy_kv(source, target, "r", tables)
     target.import_state(state, tables)
-    with pytest.raises(LocalError, match="here already"):
+    with pytest.raises(LocalError, match="in use"):
         target.import_state(state, target.allocate(TOKENS + 1))
     with pytest.raises(LocalError, match="not one that allocate gave"):
         target.free(tables)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engines.reference import sampler
-from kvferry.engines.reference.sampler import Sampler, distribution, logprob, uniform
+from kvferry.engines import sampler
+from kvferry.engines.sampler import Sampler, distribution, logprob, uniform
 from kvferry.state import LogitBias, SamplingParameters, pack_ids
 
 VOCAB = 11

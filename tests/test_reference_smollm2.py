@@ -15,8 +15,8 @@ import pytest
 from kvferry.engines.reference import Model, ReferenceEngine, chat_prompt, load_smollm2, weights
 from kvferry.engines.reference.forward import Decoder, Span
 from kvferry.engines.reference.pool import PagedPool
-from kvferry.engines.reference.text import OutputText
 from kvferry.engines.reference.tokenizer import BPETokenizer, ByteTokenizer
+from kvferry.engines.text import OutputText
 from kvferry.errors import LocalError
 from kvferry.layout import PoolLayout
 from reference_kit import GREEDY, PENALISED, SAMPLED, limits, move, seen, start, take, text_of

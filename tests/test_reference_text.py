@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engines.reference.text import OutputText
 from kvferry.engines.reference.tokenizer import ByteTokenizer
+from kvferry.engines.text import OutputText
 
 BYTES = ByteTokenizer(300)
 REPLACEMENT = "\ufffd"

@@ -11,31 +11,23 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engines.base import BlockTables, EngineAdapter
+from kvferry.engines.base import BlockTables
+from kvferry.engines.local import Built, LocalEngine
+from kvferry.engines.record import Cache
 from kvferry.engines.reference import handoff
 from kvferry.engines.reference.forward import Decoder, Span
 from kvferry.engines.reference.pool import PagedPool
-from kvferry.engines.reference.request import Request, StepOutput, resolve_limits, resolve_sampling
-from kvferry.engines.reference.sampler import Sampler
-from kvferry.engines.reference.text import OutputText
 from kvferry.engines.reference.weights import Model
+from kvferry.engines.request import Request
+from kvferry.engines.sampler import Sampler
 from kvferry.errors import InputError, LocalError
 from kvferry.layout import BlockTable, PoolLayout, Role
-from kvferry.state import (
-    Exactness,
-    ExecutionState,
-    Limits,
-    Requirements,
-    SamplingParameters,
-    verify_finite,
-    verify_import,
-    verify_replay,
-)
+from kvferry.state import ExecutionState, Requirements, Rng, SamplingParameters
 
 __all__ = ["ReferenceEngine"]
 
 
-class ReferenceEngine(EngineAdapter):
+class ReferenceEngine(LocalEngine):
     """NumPy, one process, exact: a request's logits depend on its own ids alone, bit by bit.
 
     Neither other requests, block size, axis order nor placement change them; the size of prefill
@@ -61,12 +53,12 @@ class ReferenceEngine(EngineAdapter):
     ) -> None:
         if chunk_tokens < 1:
             raise InputError(f"chunk_tokens: {chunk_tokens} is less than 1")
+        super().__init__(model.config.vocab_size, model.config.max_context, model.tokenizer)
         self.model = model
         self.pool = PagedPool(layout, memory)
         _check_layout(model, self.pool.layouts)
         self._decoder = Decoder(model, self.pool)
         self._chunk_tokens = chunk_tokens
-        self._requests: dict[str, Request] = {}
         self._requirements: Requirements | None = None
 
     @property
@@ -91,38 +83,6 @@ class ReferenceEngine(EngineAdapter):
         """The pool of each rank."""
         return self.pool.memories
 
-    def submit(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParameters, limits: Limits
-    ) -> Request:
-        """Take a request and blocks for its prompt; a seed that is needed and not given is drawn here, once.
-
-        Raises InputError naming the field, or CapacityError; then nothing is held.
-        """
-        config = self.model.config
-        if request_id in self._requests:
-            raise InputError(f"request_id: {request_id!r} is in use")
-        if not 0 < len(prompt_ids) < config.max_context:
-            raise InputError(f"prompt: {len(prompt_ids)} tokens, not from 1 to {config.max_context - 1}")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= config.vocab_size:
-            raise InputError(
-                f"prompt: ids from {min(prompt_ids)} to {max(prompt_ids)}, not within the vocabulary"
-            )
-        sampling = resolve_sampling(sampling, config.vocab_size)
-        limits = resolve_limits(limits, self.model.tokenizer.stop_token_ids)
-        prompt = np.array(prompt_ids, np.int32)
-        request = Request(
-            request_id=request_id,
-            ids=prompt.tolist(),
-            prompt_tokens=len(prompt),
-            limits=limits,
-            limits_from=0,
-            sampler=Sampler(sampling, config.vocab_size, prompt, prompt[:0]),
-            text=OutputText(self.model.tokenizer, limits.stop_strings),
-            blocks=self.pool.allocate(self.pool.blocks_for(len(prompt))),
-        )
-        self._requests[request_id] = request
-        return request
-
     def prefill(self, request_id: str, on_layer: Callable[[int], None] | None = None) -> bool:
         """Compute one chunk of the prompt. True when the whole prompt is in and ``step`` may follow.
 
@@ -140,25 +100,6 @@ class ReferenceEngine(EngineAdapter):
             request.last_logits = self._decoder.logits(rows[-1])
         return request.is_prefilled
 
-    def step(self, request_ids: Sequence[str] | None = None) -> list[StepOutput]:
-        """One new token for each request, in order; without ids, for all that are prefilled and not finished.
-
-        Raises LocalError for a request that is not in that phase, CapacityError where the pool has
-        not the blocks that the step needs; then nothing has changed.
-        """
-        if request_ids is None:
-            requests = [r for r in self._requests.values() if r.is_prefilled and r.finish is None]
-        else:
-            requests = [self._running(request_id) for request_id in dict.fromkeys(request_ids)]
-        self._run_pending([request for request in requests if request.pending is not None])
-        return [request.advance(self.model.config.max_context) for request in requests]
-
-    def request(self, request_id: str) -> Request:
-        """The request of that id. Raises LocalError when there is none."""
-        if request_id not in self._requests:
-            raise LocalError("no such request here", request_id=request_id)
-        return self._requests[request_id]
-
     def requirements(self) -> Requirements:
         """What this engine needs to start a request; the first call runs the numerics probe."""
         if self._requirements is None:
@@ -172,60 +113,54 @@ class ReferenceEngine(EngineAdapter):
     def free(self, tables: BlockTables) -> None:
         """Give back what ``allocate`` gave, and no request has taken over."""
         (table,) = tables
-        self._check_callers(table)
+        self._check_callers(tables)
         self.pool.free(table.ids)
 
     def tables(self, request_id: str) -> BlockTables:
         """The blocks that hold the request's KV now; the same at every rank."""
         return (self.request(request_id).table,)
 
-    def export_state(self, request_id: str, exactness: Exactness) -> ExecutionState:
-        """Everything besides the KV bytes, as of now; the request may go on here."""
-        return handoff.export_state(
-            self._running(request_id), self.pool, self.requirements().fingerprint, exactness
-        )
+    def _make_sampler(
+        self,
+        sampling: SamplingParameters,
+        prompt_ids: NDArray[np.int32],
+        output_ids: NDArray[np.int32],
+        rng: Rng | None,
+    ) -> Sampler:
+        return Sampler.continued(sampling, self.vocab_size, prompt_ids, output_ids, rng)
 
-    def import_state(self, state: ExecutionState, tables: BlockTables) -> str:
-        """Make a request of a state whose KV lies in ``tables``; see ``EngineAdapter``."""
+    def _admit(self, request: Request) -> None:
+        request.blocks += self.pool.allocate(self.pool.blocks_for(request.prompt_tokens))
+
+    def _cache_of(self, request: Request) -> Cache:
+        return handoff.describe_cache(request, self.pool)
+
+    def _build(self, state: ExecutionState, tables: BlockTables) -> Built:
         (table,) = tables
-        if state.request_id in self._requests:
-            raise LocalError("the request is here already", request_id=state.request_id)
-        self._check_callers(table)
-        request = handoff.rebuild(state, table, self.model)
-        verify_finite(state, {})
-        verify_import(state, self.requirements(), handoff.report_of(request, state, self.pool))
-        verify_replay(state, handoff.replay_of(request))
-        self._requests[request.request_id] = request
-        return request.request_id
+        return Built(handoff.report_of(table, state, self.pool))
 
-    def release(self, request_id: str) -> None:
-        """Forget a request and free its blocks."""
-        self.pool.free(self.request(request_id).blocks)
-        del self._requests[request_id]
+    def _show(self, request: Request, built: Built, tables: BlockTables) -> None:  # noqa: ARG002
+        (table,) = tables
+        request.blocks += table.ids.tolist()
+
+    def _forget(self, request: Request) -> None:
+        self.pool.free(request.blocks)
 
     def _check_one_rank(self) -> None:
         if len(self.pool.layouts) != 1:
             raise LocalError(f"there are {len(self.pool.layouts)} ranks: ask for their layouts and memories")
 
-    def _check_callers(self, table: BlockTable) -> None:
-        """Raise LocalError unless ``allocate`` gave these blocks, and no request has taken them over."""
+    def _check_callers(self, tables: BlockTables) -> None:
+        (table,) = tables
         ids = table.ids.tolist()
         of_requests = {block for request in self._requests.values() for block in request.blocks}
-        if len(set(ids)) != len(ids) or not self.pool.is_held(ids) or of_requests.intersection(ids):
+        if not self.pool.is_held(ids) or of_requests.intersection(ids):
             raise LocalError(
                 "the block table is not one that allocate gave and that is still the caller's",
                 now_true="no block has changed hands",
             )
 
-    def _running(self, request_id: str) -> Request:
-        request = self.request(request_id)
-        if not request.is_prefilled or request.finish is not None:
-            phase = "still prefilling" if not request.is_prefilled else f"finished ({request.finish})"
-            raise LocalError(f"the request is {phase}", request_id=request_id)
-        return request
-
     def _run_pending(self, requests: list[Request]) -> None:
-        """Compute KV and logits of each request's pending token."""
         if not requests:
             return
         wanted = [self.pool.blocks_for(r.kv_tokens + 1) - len(r.blocks) for r in requests]

@@ -1,60 +1,44 @@
-"""Execution state out of a request of the reference engine, and a request out of a state."""
+"""What the reference engine needs of a state, and what it says of its own cache in one."""
 
 from __future__ import annotations
 
 import math
-import secrets
-import time
 from functools import cache
 
 import msgspec
 import numpy as np
 
+from kvferry.engines.record import Cache
 from kvferry.engines.reference.forward import Decoder, Span
 from kvferry.engines.reference.pool import PagedPool
-from kvferry.engines.reference.request import Request
-from kvferry.engines.reference.sampler import Sampler
-from kvferry.engines.reference.text import OutputText
 from kvferry.engines.reference.weights import Model
-from kvferry.errors import IncompatibleError
+from kvferry.engines.request import Request
 from kvferry.layout import ITEMSIZE, BlockTable, LayerKind, PoolLayout
 from kvferry.state import (
     Axis,
     Conversion,
-    Exactness,
     ExecutionState,
     Fingerprint,
     GroupBlocks,
     GroupNeed,
     ImportReport,
-    InlineTensor,
     LayerNeed,
     LayerState,
     Parallel,
-    Positions,
     RankPart,
-    Replay,
     Requirements,
-    Rng,
     RngKind,
     SequencePosition,
     TensorEntry,
     TensorNeed,
-    TextPosition,
-    Tokens,
-    Usage,
     config_digest,
-    ids_digest,
-    pack_ids,
     probe_digest,
     probe_token_ids,
-    unpack_ids,
 )
 
-__all__ = ["export_state", "rebuild", "replay_of", "report_of", "requirements"]
+__all__ = ["describe_cache", "report_of", "requirements"]
 
 ENGINE = "kvferry-reference"
-_LEASE_MS = 30_000
 _AXES = (Axis.TOKEN, Axis.HEAD, Axis.DIM)
 
 
@@ -79,20 +63,11 @@ def requirements(model: Model, pool: PagedPool) -> Requirements:
     )
 
 
-def export_state(
-    request: Request, pool: PagedPool, fingerprint: Fingerprint, exactness: Exactness
-) -> ExecutionState:
-    """All of a prefilled, unfinished request but its KV bytes. Attempt 0, a fresh id, 30 s of lease."""
+def describe_cache(request: Request, pool: PagedPool) -> Cache:
+    """The request's cache, which lies in the pool already."""
     shape = (request.kv_tokens, *pool.row_shape)
     covered = BlockTable(0, request.table.ids[: pool.blocks_for(request.kv_tokens)])
-    return ExecutionState(
-        transfer_id=secrets.token_bytes(16),
-        request_id=request.request_id,
-        attempt=0,
-        created_unix_ns=time.time_ns(),
-        lease_ms=_LEASE_MS,
-        exactness=exactness,
-        fingerprint=fingerprint,
+    return Cache(
         layers=tuple(
             LayerState(layer=layer, kind=LayerKind.FULL)
             for layer in sorted({layer for layer, _ in pool.tensors})
@@ -104,51 +79,12 @@ def export_state(
             for t in pool.tensors.values()
         ),
         blocks=(GroupBlocks.of(pool.group.name, covered, block_tokens=pool.block_size, layout=_order(pool)),),
-        kv_tokens=request.kv_tokens,
-        tokens=_tokens(request),
-        positions=Positions(next=request.kv_tokens),
-        sampling=request.sampler.parameters,
-        limits=request.limits_left(),
-        rng=_rng(request),
-        text=_text(request),
-        usage=Usage(prompt_tokens=request.prompt_tokens),
     )
 
 
-def rebuild(state: ExecutionState, table: BlockTable, model: Model) -> Request:
-    """A request made of a state that passed the checks before the move, visible to nobody yet.
-
-    Raises IncompatibleError for what this engine cannot continue though the record may hold it.
-    """
-    if state.text is None or state.positions != Positions(next=state.kv_tokens):
-        raise IncompatibleError(
-            "the reference engine needs the text position, and positions that count the tokens",
-            request_id=state.request_id,
-        )
-    ids, border = unpack_ids(state.tokens.ids), state.tokens.prompt_tokens
-    text = OutputText(model.tokenizer, state.limits.stop_strings)
-    text.replay(ids[border:].tolist())
-    sampling, draws, logits = state.sampling, 0, state.tokens.last_logits
-    if state.rng is not None:
-        sampling, draws = msgspec.structs.replace(sampling, seed=state.rng.seed), state.rng.draws
-    return Request(
-        request_id=state.request_id,
-        ids=ids.tolist(),
-        prompt_tokens=border,
-        limits=state.limits,
-        limits_from=len(ids) - border,
-        sampler=Sampler(sampling, model.config.vocab_size, ids[:border], ids[border:], draws),
-        text=text,
-        blocks=table.ids.tolist(),
-        kv_tokens=state.kv_tokens,
-        pending=state.tokens.pending,
-        last_logits=None if logits is None else np.array(logits.array(), np.float32),
-    )
-
-
-def report_of(request: Request, state: ExecutionState, pool: PagedPool) -> ImportReport:
-    """For check 14: bytes that the state speaks of, and those that the request reaches in the pool."""
-    reached = min(request.kv_tokens, len(request.blocks) * pool.block_size)
+def report_of(table: BlockTable, state: ExecutionState, pool: PagedPool) -> ImportReport:
+    """For check 14: bytes that the state speaks of, and those that its blocks reach in the pool."""
+    reached = min(state.kv_tokens, len(table.ids) * pool.block_size)
     nbytes_per_token = sum(pool.kv_heads * t.row_nbytes for t in pool.tensors.values())
     position = SequencePosition(group=pool.group.name, first_token=0, num_tokens=reached)
     return ImportReport(
@@ -156,40 +92,6 @@ def report_of(request: Request, state: ExecutionState, pool: PagedPool) -> Impor
         accepted_nbytes=reached * nbytes_per_token,
         positions=(position,),
     )
-
-
-def replay_of(request: Request) -> Replay:
-    """For check 15: what sampler and text of the rebuilt request say of themselves."""
-    tokens = _tokens(request)
-    return Replay(
-        tokens_digest=tokens.digest,
-        prompt_tokens=tokens.prompt_tokens,
-        rng=_rng(request),
-        text=_text(request),
-    )
-
-
-def _tokens(request: Request) -> Tokens:
-    ids, logits = pack_ids(request.ids), request.last_logits
-    return Tokens(
-        ids=ids,
-        prompt_tokens=request.prompt_tokens,
-        digest=ids_digest(ids),
-        emitted_tokens=len(request.ids) - request.prompt_tokens,
-        pending=request.pending,
-        last_logits=None if logits is None else InlineTensor.of(logits),
-    )
-
-
-def _rng(request: Request) -> Rng | None:
-    given = request.sampler.parameters
-    if given.temperature == 0:
-        return None
-    return Rng(kind=RngKind.PHILOX, seed=given.seed, draws=request.sampler.draws)
-
-
-def _text(request: Request) -> TextPosition:
-    return TextPosition(emitted_chars=request.text.emitted_chars, tail=request.text.tail)
 
 
 def _order(pool: PagedPool) -> str:

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import CapacityError, LocalError
+from kvferry.engines.blocks import Blocks
+from kvferry.errors import LocalError
 from kvferry.layout import BlockTable, GroupLayout, LayerKind, PoolLayout, Role, TensorLayout
 
 __all__ = ["PagedPool"]
@@ -52,8 +53,7 @@ class PagedPool:
         for group, bytes_of_rank in zip(groups, self.memories, strict=True):
             for t in group.tensors:
                 self._views[t.layer, t.role].append((t.head_start, t.head_stop, self._view(t, bytes_of_rank)))
-        self._free = list(range(self.group.num_blocks))
-        self._held: set[int] = set()
+        self._blocks = Blocks(self.group.num_blocks)
 
     @property
     def row_shape(self) -> tuple[int, int]:
@@ -63,7 +63,7 @@ class PagedPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that ``allocate`` could give now."""
-        return len(self._free)
+        return self._blocks.num_free
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens."""
@@ -71,28 +71,15 @@ class PagedPool:
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take free blocks. Raises CapacityError, and takes none, where there are fewer."""
-        if num_blocks > len(self._free):
-            raise CapacityError(
-                f"{num_blocks} blocks wanted, {len(self._free)} of {self.group.num_blocks} free",
-                now_true="none was taken",
-                next_step="release a finished request, or give the engine a larger pool",
-            )
-        taken = self._free[len(self._free) - num_blocks :]
-        del self._free[len(self._free) - num_blocks :]
-        self._held.update(taken)
-        return taken
+        return self._blocks.allocate(num_blocks)
 
     def free(self, ids: Iterable[int]) -> None:
         """Give blocks back. Raises LocalError, and frees none, unless each is held and comes once."""
-        given = [int(block) for block in ids]
-        if len(set(given)) != len(given) or not self._held.issuperset(given):
-            raise LocalError(f"blocks {given} are not all held, once each", now_true="none was freed")
-        self._held.difference_update(given)
-        self._free.extend(given)
+        self._blocks.free(ids)
 
     def is_held(self, ids: Iterable[int]) -> bool:
-        """Whether all these blocks are allocated."""
-        return self._held.issuperset(int(block) for block in ids)
+        """Whether all these blocks are allocated, and none comes twice."""
+        return self._blocks.is_held(ids)
 
     def write(self, layer: int, table: BlockTable, start: int, keys: Float32, values: Float32) -> None:
         """Store (tokens, kv_heads, head_dim) at positions from ``start``, rounded to the storage dtype."""

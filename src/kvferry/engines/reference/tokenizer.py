@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from kvferry.engines import text as engine_text
 from kvferry.errors import LocalError
 
 if TYPE_CHECKING:
@@ -16,22 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "chat_prompt"]
 
 
-class Tokenizer(Protocol):
-    """What the engine needs: text to ids, and each id as the bytes that it stands for."""
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hex) over everything that decides ids and text: vocabulary, merges, specials."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a reply."""
+class Tokenizer(engine_text.Tokenizer, Protocol):
+    """Text to ids too."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``; the names of special tokens inside it become those tokens."""
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes that ``token`` adds to the text; none for a special token."""
 
 
 class BPETokenizer:

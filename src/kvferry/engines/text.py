@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections.abc import Iterable
+from typing import Protocol
 
-from kvferry.engines.reference.tokenizer import Tokenizer
+__all__ = ["NoTokenizer", "OutputText", "Tokenizer"]
 
-__all__ = ["OutputText"]
+
+class Tokenizer(Protocol):
+    """What an engine needs of a tokenizer: its identity, and each id as the bytes that it stands for."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) over everything that decides ids and text: vocabulary, merges, specials."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a reply."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that ``token`` adds to the text; none for a special token."""
+
+
+class NoTokenizer:
+    """Ids in, ids out: for a worker whose text is made elsewhere."""
+
+    digest = hashlib.sha256(b"no tokenizer").hexdigest()
+
+    def __init__(self, stop_token_ids: tuple[int, ...] = ()) -> None:
+        self.stop_token_ids = stop_token_ids
+
+    def token_bytes(self, token: int) -> bytes:  # noqa: ARG002 - the protocol's
+        """None, for any."""
+        return b""
 
 
 class OutputText:

@@ -7,15 +7,31 @@ float64, so that nothing depends on how a float32 sum was ordered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.state import SamplingParameters, unpack_ids
+from kvferry.state import Rng, RngKind, SamplingParameters, unpack_ids
 
-__all__ = ["Sampler", "distribution", "logprob", "uniform"]
+__all__ = ["Sampler", "TokenSampler", "distribution", "logprob", "uniform"]
 
 Float64 = NDArray[np.float64]
+
+
+class TokenSampler(Protocol):
+    """What a request asks of the sampler that its engine gave it."""
+
+    @property
+    def parameters(self) -> SamplingParameters:
+        """Resolved."""
+
+    def sample(self, logits: NDArray[np.float32], forbidden: Sequence[int] = ()) -> int:
+        """Choose and count the next token. ``forbidden``: ids not to choose now."""
+
+    def rng(self) -> Rng | None:
+        """The random state as it stands; None where nothing is drawn."""
 
 
 class Sampler:
@@ -48,6 +64,27 @@ class Sampler:
             outside = np.ones(vocab_size, dtype=bool)
             outside[unpack_ids(parameters.allowed_tokens)] = False
             self._bias[outside] = -np.inf
+
+    @classmethod
+    def continued(
+        cls,
+        parameters: SamplingParameters,
+        vocab_size: int,
+        prompt_ids: NDArray[np.int32],
+        output_ids: NDArray[np.int32],
+        rng: Rng | None,
+    ) -> Sampler:
+        """One that stands where ``rng`` says; None: at the beginning."""
+        if rng is None:
+            return cls(parameters, vocab_size, prompt_ids, output_ids)
+        seeded = msgspec.structs.replace(parameters, seed=rng.seed)
+        return cls(seeded, vocab_size, prompt_ids, output_ids, rng.draws)
+
+    def rng(self) -> Rng | None:
+        """Seed and draws: the whole random state."""
+        if self.parameters.temperature == 0:
+            return None
+        return Rng(kind=RngKind.PHILOX, seed=self.parameters.seed, draws=self.draws)
 
     def sample(self, logits: NDArray[np.float32], forbidden: Sequence[int] = ()) -> int:
         """Choose and count a token; one draw is used unless greedy. ``forbidden``: ids not to choose now."""

@@ -1,4 +1,4 @@
-"""One request inside the reference engine, and what a step says about it."""
+"""One request inside an engine, and what a step says about it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import enum
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engines.reference.sampler import Sampler, logprob
-from kvferry.engines.reference.text import OutputText
+from kvferry.engines.sampler import TokenSampler, logprob
+from kvferry.engines.text import OutputText
 from kvferry.errors import InputError
 from kvferry.layout import BlockTable
 from kvferry.state import Limits, SamplingParameters, unpack_ids
@@ -60,9 +60,9 @@ class Request:
     prompt_tokens: int
     limits: Limits
     limits_from: int
-    sampler: Sampler
+    sampler: TokenSampler
     text: OutputText
-    blocks: list[int]
+    blocks: list[int] = field(default_factory=list)
     kv_tokens: int = 0
     pending: int | None = None
     last_logits: Float32 | None = None
@@ -105,7 +105,10 @@ class Request:
         """Sample from ``last_logits``, and take the token into ids, text and limits."""
         assert self.last_logits is not None
         logits, self.last_logits = self.last_logits, None
-        token = self.sampler.sample(logits, self.forbidden())
+        return self.append(self.sampler.sample(logits, self.forbidden()), logits, max_context)
+
+    def append(self, token: int, logits: Float32, max_context: int) -> StepOutput:
+        """Take a token that was chosen from ``logits`` into ids, text and limits; it is then pending."""
         self.ids.append(token)
         self.pending = token
         left = self.limits_left()
@@ -134,7 +137,7 @@ def check_sampling(given: SamplingParameters, vocab_size: int) -> None:
         ids += unpack_ids(packed).tolist()
     biases = [entry.bias for entry in given.logit_bias]
     penalties = (given.presence_penalty, given.frequency_penalty)
-    for field, value, is_right, rule in (
+    for name, value, is_right, rule in (
         ("temperature", given.temperature, 0 <= given.temperature < math.inf, "0 or more"),
         ("top_p", given.top_p, 0 < given.top_p <= 1, "above 0, at most 1"),
         ("min_p", given.min_p, 0 <= given.min_p <= 1, "from 0 to 1"),
@@ -148,7 +151,7 @@ def check_sampling(given: SamplingParameters, vocab_size: int) -> None:
         ("allowed_tokens", "", given.allowed_tokens != b"", "not empty"),
     ):
         if not is_right:
-            raise InputError(f"{field}: {value!r} is not {rule}")
+            raise InputError(f"{name}: {value!r} is not {rule}")
 
 
 def resolve_limits(limits: Limits, stop_token_ids: Sequence[int]) -> Limits:
