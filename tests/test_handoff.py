@@ -52,6 +52,11 @@ class Worker:
 @pytest.fixture
 def worker(opened: Callable[..., Endpoint]) -> Opened:
     """Make workers of one tiny model; all is closed when the test ends."""
+    return make_workers(opened)
+
+
+def make_workers(opened: Callable[..., Endpoint]) -> Opened:
+    """What the fixture gives, for other modules' fixtures."""
 
     def make(
         scheme: str, *, block_size: int = 16, seed: int = 0, num_tokens: int = 2048, process: bool = False
@@ -382,15 +387,28 @@ def _rest(target: Worker, tables: tuple, held: int) -> tuple[np.ndarray, np.ndar
     return pieces.offset, pieces.nbytes
 
 
-def test_a_prefix_that_is_another_is_not_believed(worker: Opened) -> None:
-    """Decode names a prefix of other tokens: nothing of it is left out, and the continuation is right."""
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_prefix_that_is_another_is_not_believed(worker: Opened, pushed: bool) -> None:
+    """Decode names a prefix of other tokens: refused before a byte moves; the next try starts right."""
     source, target = worker("shm"), worker("shm")
     before = prefill(source, "r", 75, GREEDY, limits(STEPS), steps=1)
     state = source.engine.export_state("r", Exactness.BITS)
     tables = target.engine.allocate(77)
     have = hold_prefix(np.arange(64), 16, prefix_salt(target.engine.requirements().fingerprint))
-    move = target.endpoint.pull(source.endpoint.offer(state, source.engine.tables("r")), tables, have=have)
-    move.result()
+    if pushed:
+        ticket = target.endpoint.reserve("r", 75, tables, have=have)
+        move = target.endpoint.arrival(ticket)
+        source.endpoint.push(ticket, source.engine.tables("r"), state=state)
+    else:
+        ticket = source.endpoint.offer(state, source.engine.tables("r"))
+        move = target.endpoint.pull(ticket, tables, have=have)
+    with pytest.raises(PeerError, match="holds 64 tokens, of which 0 are known here"):
+        move.result()
+    assert not target.endpoint.pool.array.any()
+    wait_until(lambda: target.endpoint.stats().transfers + source.endpoint.stats().transfers == 0)
+    if pushed:
+        ticket = source.endpoint.offer(state, source.engine.tables("r"))
+    target.endpoint.pull(ticket, tables).result()
     target.engine.import_state(state, tables)
     assert seen(before + take(target.engine, "r", 999)) == seen(alone(75, GREEDY, limits(STEPS)))
 

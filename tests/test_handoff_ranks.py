@@ -7,6 +7,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from kvferry.engines.reference import Model, ReferenceEngine, StepOutput, tiny_m
 from kvferry.errors import CorruptError, IncompatibleError, InputError, LocalError, PeerError
 from kvferry.layout import PoolLayout
 from kvferry.protocol.prefix import hold_prefix, prefix_salt
-from kvferry.state import Conversion, Exactness, ExecutionState, Requirements, SamplingParameters
+from kvferry.state import Conversion, Exactness, ExecutionState, GroupBlocks, Requirements, SamplingParameters
 from kvferry.transfer import Endpoint, GroupMove, Pool, RankGroup, group, read_bundle
 from reference_kit import GREEDY, SAMPLED, limits, prompt, seen, take
 
@@ -334,8 +335,14 @@ def test_stages_that_hold_other_layer_groups(opened: Callable[..., Endpoint]) ->
     (room,) = engine.allocate(TOKENS + 6)
     fill_random(endpoints[0].pool, 1)
 
-    def pull(source: RankGroup, target: RankGroup, theirs: object, ours: object) -> int:
-        fresh = msgspec.structs.replace(state, transfer_id=secrets.token_bytes(16))
+    def pull(source: RankGroup, target: RankGroup, theirs: list[Any], ours: object) -> int:
+        front = theirs[0][0] if isinstance(theirs[0], list) else theirs[0]
+        front = type(front)(0, front.ids[: -(-TOKENS // 16)])
+        blocks = [
+            GroupBlocks.of(blocks.group, front, block_tokens=blocks.block_tokens, layout=blocks.layout)
+            for blocks in state.blocks
+        ]
+        fresh = msgspec.structs.replace(state, transfer_id=secrets.token_bytes(16), blocks=tuple(blocks))
         bundle = source.offer(fresh, theirs, claims=len(target.layouts))
         move = target.pull(bundle, ours)
         move.result()

@@ -8,6 +8,7 @@ Times are durations ("ms left"), never clock readings: two machines' clocks are 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -74,7 +75,7 @@ class WireTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
-def to_wire(tables: tuple[BlockTable, ...]) -> tuple[WireTable, ...]:
+def to_wire(tables: Iterable[BlockTable]) -> tuple[WireTable, ...]:
     """Block tables as they travel."""
     return tuple(
         WireTable(np.asarray(table.ids, "<i4").tobytes(), table.first_block, table.tokens) for table in tables

@@ -59,14 +59,15 @@ def _vouch(session: Session) -> None:
 
 
 def _publish(session: Session) -> None:
+    session.node.ledger.give_back(session)
     session.published.set_result(Arrival(session.state, session.record(), session.portions))
 
 
 def _fail(session: Session) -> None:
-    error = session.final_error()
     for future in (session.published, session.ended):
         if not future.done():
-            future.set_exception(error)
+            # One each: whoever raises an error hangs his frames on it, and ``ended`` is remembered.
+            future.set_exception(session.final_error())
     session.node.forget(session)
 
 

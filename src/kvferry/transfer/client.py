@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,6 +36,15 @@ _GRACE_SECONDS = 0.5
 _REAP_SECONDS = 1.0
 # How long the node may leave its socket full of calls before it counts as frozen.
 _SEND_SECONDS = 5
+_clients: weakref.WeakSet[NodeClient] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for client in list(_clients):
+        client.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 class NodeClient:
@@ -69,6 +79,7 @@ class NodeClient:
             target=self._read_all, name=f"kvferry-calls-{config.name}", daemon=True
         )
         self._reader.start()
+        _clients.add(self)
 
     @property
     def pid(self) -> int:
@@ -100,6 +111,8 @@ class NodeClient:
         Raises DeadlineError when at the limit, which the node should have kept, it does not answer.
         """
         while True:
+            if not self._reader.is_alive() and not future.done():
+                raise _closed()  # in a forked child, where nobody reads
             try:
                 return future.result(limit_seconds + _GRACE_SECONDS)
             except TimeoutError:
@@ -133,6 +146,15 @@ class NodeClient:
                 self._process.wait()
         if self._thread is not None:
             self._thread.join(limit_seconds)
+
+    def disown(self) -> None:
+        """In a forked child: the node is the parent's. The child only lets go of its copy of the socket.
+
+        Else the transfer process would live for as long as the child does.
+        """
+        self._lock = threading.Lock()  # a thread that is not here may have held it
+        self._closed = self._released = True
+        os.close(self._sock.detach())  # not shutdown: that would be the parent's end of it too
 
     def _answers(self) -> bool:
         try:

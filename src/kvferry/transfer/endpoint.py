@@ -20,13 +20,13 @@ from typing import Any, Self
 
 from kvferry.errors import InputError, KVFerryError, LocalError
 from kvferry.layout import BlockTable
-from kvferry.protocol.messages import Portion, WireTable, to_wire
+from kvferry.protocol.messages import Portion, to_wire
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.ticket import Mode, read_ticket
-from kvferry.state import ExecutionState, Requirements, encode_state, pack_ids
+from kvferry.state import ExecutionState, Requirements, pack_ids
 from kvferry.transfer import calls as c
 from kvferry.transfer.client import NodeClient
-from kvferry.transfer.handles import CALL_SECONDS, Move, Push, cancel, for_transfer
+from kvferry.transfer.handles import CALL_SECONDS, Move, Push, cancel, encode_for
 from kvferry.transfer.pool import Pool
 from kvferry.transfer.trace import TransferRecord
 
@@ -132,7 +132,8 @@ class Endpoint:
         same blocks, whose digests then serve for both.
         """
         transfer = secrets.token_bytes(16) if state is None else state.transfer_id
-        encoded = b"" if state is None else encode_state(for_transfer(state, transfer, lease_seconds))
+        lent = self._by_group(tables)
+        encoded = encode_for(state, transfer, lease_seconds, lent)
         held = self._client.call(
             c.OfferCall,
             CALL_SECONDS,
@@ -140,7 +141,7 @@ class Endpoint:
             request_id=_given(request_id, state and state.request_id, "request_id"),
             state=encoded,
             tokens=_given(tokens, state and state.kv_tokens, "tokens"),
-            tables=self._wire(tables),
+            tables=to_wire(lent.values()),
             lease_seconds=_positive("lease_seconds", lease_seconds),
             like=read_ticket(like).transfer if like else b"",
         )
@@ -167,12 +168,13 @@ class Endpoint:
         """
         transfer = read_ticket(ticket).transfer
         covered = _given(tokens, state and state.kv_tokens, "tokens")
-        encoded = b"" if state is None else encode_state(for_transfer(state, transfer, timeout_seconds))
+        lent = self._by_group(tables)
+        encoded = encode_for(state, transfer, timeout_seconds, lent)
         self._client.call(
             c.PushCall,
             timeout_seconds,
             ticket=bytes(ticket),
-            tables=self._wire(tables),
+            tables=to_wire(lent.values()),
             tokens=covered,
             timeout_seconds=_positive("timeout_seconds", timeout_seconds),
             state=encoded,
@@ -180,7 +182,9 @@ class Endpoint:
             transport=transport,
             portions=portions,
         )
-        return Push(self._client, transfer, covered, timeout_seconds, read_ticket(ticket).request_id)
+        return Push(
+            self._client, transfer, covered, timeout_seconds, read_ticket(ticket).request_id, lent=lent
+        )
 
     # Decode.
 
@@ -196,14 +200,15 @@ class Endpoint:
     ) -> Move:
         """Fetch what a ticket offers into these blocks; ``timeout_seconds`` covers all up to Committed.
 
-        ``have`` names the prefix whose KV these blocks hold already (``hold_prefix``): what prefill
-        finds equal does not move, and a full hit moves only the state. ``portions``: as in ``push``.
+        ``have`` names the prefix whose KV these blocks hold already (``hold_prefix``): it does not
+        move, its blocks are not written, and a full hit moves only the state. Prefill refuses a
+        prefix that it cannot confirm. ``portions``: as in ``push``.
         """
         opened = read_ticket(ticket)
         arrival = self._client.submit(
             c.PullCall,
             ticket=bytes(ticket),
-            tables=self._wire(tables),
+            tables=to_wire(self._by_group(tables).values()),
             timeout_seconds=_positive("timeout_seconds", timeout_seconds),
             held=have or HeldPrefix(),
             transport=transport,
@@ -231,7 +236,7 @@ class Endpoint:
             transfer=secrets.token_bytes(16),
             request_id=_given(request_id, None, "request_id"),
             tokens=tokens,
-            tables=self._wire(tables),
+            tables=to_wire(self._by_group(tables).values()),
             lease_seconds=_positive("lease_seconds", lease_seconds),
             held=have or HeldPrefix(),
         )
@@ -280,13 +285,13 @@ class Endpoint:
         stats: c.Stats = self._client.call(c.StatsCall, CALL_SECONDS)
         return stats
 
-    def _wire(self, tables: Tables) -> tuple[WireTable, ...]:
+    def _by_group(self, tables: Tables) -> dict[str, BlockTable]:
         several = (tables,) if isinstance(tables, BlockTable) else tuple(tables)
         if len(several) != len(self.pool.layout.groups):
             raise InputError(
                 f"tables: {len(several)} block tables, but the pool has {len(self.pool.layout.groups)} groups"
             )
-        return to_wire(several)
+        return {group.name: table for group, table in zip(self.pool.layout.groups, several, strict=True)}
 
     def close(self) -> None:
         """Abort what is under way, release everything, end the node. Safe to call twice."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import CapacityError, KVFerryError, LocalError, PeerError
 from kvferry.protocol import messages as m
+from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.table import Role
 from kvferry.protocol.ticket import Mode
 from kvferry.transfer.checks import agree
@@ -81,13 +82,15 @@ def take(session: Session, message: m.TransferMessage) -> None:
 
 
 def _take_claim(session: Session, message: m.Claim) -> None:
-    session.timeout_deadline = time.monotonic() + message.timeout_ms / 1e3
-    session.peer_tables = m.from_wire(message.tables)
-    session.peer_tokens, session.portions = message.tokens, message.portions
+    # What can be refused comes first: a claim that is refused leaves the hold as it was.
+    tables = m.from_wire(message.tables)
     if session.mode is Mode.PULL:
-        session.held_tokens = agree(session, message.held)
+        session.held_tokens = _agree_on_all(session, message.held)
     else:
         session.state = message.state
+    session.timeout_deadline = time.monotonic() + message.timeout_ms / 1e3
+    session.peer_tables = tables
+    session.peer_tokens, session.portions = message.tokens, message.portions
 
 
 def _take_offered(session: Session, message: m.Offered) -> None:
@@ -99,7 +102,7 @@ def _take_offered(session: Session, message: m.Offered) -> None:
 
 def _take_granted(session: Session, message: m.Granted) -> None:
     session.peer_tables = m.from_wire(message.tables)
-    session.held_tokens = agree(session, message.held)
+    session.held_tokens = _agree_on_all(session, message.held)
     session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
 
 
@@ -116,10 +119,28 @@ def _take_commit(session: Session, message: m.Commit) -> None:
         session.state = message.state
 
 
+def _agree_on_all(session: Session, held: HeldPrefix) -> int:
+    """The tokens that prefill leaves out: all that decode holds, or the transfer ends.
+
+    Blocks of a held prefix may be another request's too, so nothing may be written into them.
+    """
+    agreed, named = agree(session, held), min(held.tokens, session.tokens)
+    if agreed < named:
+        raise PeerError(
+            f"held prefix: {session.peer_name} holds {named} tokens, of which {agreed} are known here "
+            f"to be this request's",
+            phase="claim",
+            now_true="nothing moved; the held blocks were not written",
+            next_step="name no held prefix, or give push the state or the prompt_ids",
+        )
+    return named
+
+
 def _take_held(session: Session, held_tokens: int) -> None:
-    """Prefill leaves out what decode said it holds, and no more."""
-    if held_tokens > session.held.tokens:
-        raise PeerError(f"held_tokens: {held_tokens} were left out, {session.held.tokens} are held here")
+    """Prefill leaves out what decode said it holds: no more, and no less."""
+    named = session.named_tokens
+    if held_tokens != named:
+        raise PeerError(f"held_tokens: {held_tokens} were left out, {named} are held here")
     session.held_tokens = held_tokens
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from kvferry.errors import KVFerryError, LocalError
-from kvferry.state import ExecutionState, decode_state, encode_state
+from kvferry.errors import InputError, KVFerryError, LocalError
+from kvferry.layout import BlockTable
+from kvferry.state import ExecutionState, decode_state, encode_state, unpack_ids
 from kvferry.transfer import calls as c
 from kvferry.transfer.client import NodeClient
 from kvferry.transfer.trace import TransferRecord
 
-__all__ = ["CALL_SECONDS", "Move", "Push", "cancel", "for_transfer"]
+__all__ = ["CALL_SECONDS", "Move", "Push", "cancel", "encode_for"]
 
 CALL_SECONDS = 10.0
 _AGAIN = "this side ended it; offer, reserve or pull again to retry"
@@ -72,10 +74,18 @@ class Push:
     """Prefill's side of a push that is under way: parts, then one commit."""
 
     def __init__(
-        self, client: NodeClient, transfer: bytes, tokens: int, limit_seconds: float, request_id: str
+        self,
+        client: NodeClient,
+        transfer: bytes,
+        tokens: int,
+        limit_seconds: float,
+        request_id: str,
+        *,
+        lent: Mapping[str, BlockTable],
     ) -> None:
         self._client = client
         self._request_id = request_id
+        self._lent = lent
         self._limit_seconds = limit_seconds
         self._tokens = tokens
         self.transfer = transfer
@@ -104,9 +114,7 @@ class Push:
 
     def commit(self, state: ExecutionState | None) -> None:
         """All parts were given and this is the state; decode's answer comes by ``Endpoint.outcome``."""
-        encoded = (
-            b"" if state is None else encode_state(for_transfer(state, self.transfer, self._limit_seconds))
-        )
+        encoded = encode_for(state, self.transfer, self._limit_seconds, self._lent)
         with _about(self._request_id):
             self._client.call(c.CommitCall, self._limit_seconds, transfer=self.transfer, state=encoded)
 
@@ -125,9 +133,29 @@ def _about(request_id: str) -> Iterator[None]:
         raise
 
 
-def for_transfer(state: ExecutionState, transfer: bytes, lease_seconds: float) -> ExecutionState:
-    """The state as this attempt carries it: the id that both sides echo, and the lease from now on."""
-    return msgspec.structs.replace(state, transfer_id=transfer, lease_ms=int(lease_seconds * 1e3))
+def encode_for(
+    state: ExecutionState | None, transfer: bytes, lease_seconds: float, lent: Mapping[str, BlockTable]
+) -> bytes:
+    """The state as this attempt carries it: the id that both sides echo, and the lease from now on.
+
+    ``lent``: the block tables given beside it, by group. Raises InputError where the state names
+    other blocks: one of the two is another request's.
+    """
+    if state is None:
+        return b""
+    for blocks in state.blocks:
+        table = lent.get(blocks.group)
+        if table is None:
+            continue  # of another rank
+        ids = unpack_ids(blocks.ids)
+        given = np.asarray(table.ids)[: len(ids)]
+        if blocks.first_logical_block != table.first_block or not np.array_equal(ids, given):
+            raise InputError(
+                f"tables: group {blocks.group!r} lies in other blocks than its state says",
+                next_step="give the block tables of the request whose state this is",
+            )
+    replaced = msgspec.structs.replace(state, transfer_id=transfer, lease_ms=int(lease_seconds * 1e3))
+    return encode_state(replaced)
 
 
 def cancel(

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from kvferry.errors import CapacityError, KVFerryError, LocalError
-from kvferry.protocol.table import Phase
+from kvferry.layout import PoolLayout
+from kvferry.protocol.table import Phase, Role
 from kvferry.transfer.calls import Outcome
+from kvferry.transfer.lent import LentBlocks
 from kvferry.transfer.session import Session
 
 __all__ = ["Ledger"]
@@ -23,8 +25,9 @@ _HOLDING = frozenset({Phase.HELD, Phase.COMMITTED, Phase.ALONE})
 class Ledger:
     """The sessions of one node, by transfer id. Lives on the node's loop."""
 
-    def __init__(self, max_transfers: int) -> None:
+    def __init__(self, max_transfers: int, layout: PoolLayout) -> None:
         self._max_transfers = max_transfers
+        self._lent = LentBlocks(layout)
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, asyncio.Future[Outcome]] = OrderedDict()
         self._visible: OrderedDict[bytes, None] = OrderedDict()
@@ -55,9 +58,11 @@ class Ledger:
             )
 
     def take_in(self, session: Session) -> Session:
-        """Hold the session, if its blocks can hold its tokens; else nothing of it stays."""
+        """Hold the session, if its blocks can hold its tokens and are its own; else nothing of it stays."""
         try:
             session.payload.check_tables()
+            if session.role is Role.DECODE:
+                self._lent.lend(session)
         except KVFerryError:
             session.dismiss()
             raise
@@ -93,8 +98,13 @@ class Ledger:
         error = ended.exception()
         return "it is done" if error is None else f"it failed: {error}"
 
+    def give_back(self, session: Session) -> None:
+        """Nothing is written into the session's blocks any more."""
+        self._lent.give_back(session.transfer)
+
     def forget(self, session: Session) -> None:
         """The session has ended and holds nothing."""
+        self.give_back(session)
         self._sessions.pop(session.transfer, None)
         ended = self._ended.get(session.transfer)
         if ended is not None and ended.exception() is None:

@@ -54,7 +54,7 @@ class Node:
         self.config = config
         self.memory = memory
         self.grants = Grants()
-        self.ledger = Ledger(config.max_transfers)
+        self.ledger = Ledger(config.max_transfers, config.layout)
         self.incarnation = secrets.token_bytes(16)
         # Copies and digests that this side starts. Named, so that a leak has a name.
         self.copiers = ThreadPoolExecutor(
@@ -148,17 +148,14 @@ class Node:
             ):
                 raise self._no_hold(ticket)
             _check_claimed(claim.portions, self.config.layout, peer.party.layout)
+            moving = self.ledger.num_working
+            if moving < self.config.max_moving:
+                session.claimed(peer, claim)
+                return
         except KVFerryError as error:
             peer.post(m.Abort(claim.transfer, error.with_context(phase="claim").to_record()))
             return
-        moving = self.ledger.num_working
-        if moving >= self.config.max_moving:
-            peer.post(
-                m.Busy(claim.transfer, _BUSY_RETRY_MS, f"{moving} transfers are moving, the most allowed")
-            )
-            return
-        session.peer = peer
-        session.message(Event.GOT_CLAIM, claim)
+        peer.post(m.Busy(claim.transfer, _BUSY_RETRY_MS, f"{moving} transfers are moving, the most allowed"))
 
     def _no_hold(self, ticket: Ticket) -> KVFerryError:
         if ticket.transfer in self.ledger:

@@ -152,7 +152,8 @@ class Payload:
         plan = self.plan(part)
         if not plan.num_pieces:  # decode holds it all, or this part is outside a window
             return nothing_arrived(connection.path)
-        deadline = min(session.timeout_deadline, session.lease_deadline)
+        # Not the lease's end: that may move on while this runs, and the session's clock keeps it.
+        deadline = session.timeout_deadline
         copy = Copy(session.transfer, plan, deadline, session.config.integrity, self._cancel)
         self._cancel.raise_if_cancelled()
         return connection.write(copy) if session.role is Role.PREFILL else connection.read(copy)
@@ -182,8 +183,8 @@ class Payload:
         writes = session.mode is Mode.PUSH and session.peer.connection.can_write
         if writes is (session.role is Role.PREFILL):
             return
-        # A push says only with its commit what it left out: until then all of it may come.
-        plan = self.plan(held_tokens=0 if writes else None)
+        # A push says only with its words what it left out; what decode holds is not to be written.
+        plan = self.plan(held_tokens=session.named_tokens if writes else None)
         session.node.grants.open(
             session.transfer,
             Direction.WRITE if writes else Direction.READ,

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
 from kvferry.protocol import messages as m
+from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Mode, read_ticket
 from kvferry.transfer import calls as c
@@ -68,7 +69,6 @@ class Service:
 
     async def _reserve(self, call: c.ReserveCall) -> c.Held:
         session = self._hold(Role.DECODE, Mode.PUSH, call)
-        session.held = call.held
         return c.Held(self._node.ticket(session, call.lease_seconds))
 
     def _hold(self, role: Role, mode: Mode, call: c.OfferCall | c.ReserveCall) -> Session:
@@ -86,12 +86,12 @@ class Service:
             m.from_wire(call.tables),
             lease,
             lease,
+            held=call.held if isinstance(call, c.ReserveCall) else HeldPrefix(),
         )
         return self._node.ledger.take_in(session)
 
     async def _pull(self, call: c.PullCall) -> c.Arrival:
         session = await self._claim(Role.DECODE, Mode.PULL, call)
-        session.held = call.held
         session.start()
         return await session.published
 
@@ -149,6 +149,7 @@ class Service:
             deadline,
             deadline,
             ticket=call.ticket,
+            held=call.held if isinstance(call, c.PullCall) else HeldPrefix(),
             peer=peer,
             handshake_seconds=time.monotonic() - started,
             portions=call.portions,

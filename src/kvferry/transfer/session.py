@@ -115,6 +115,17 @@ class Session:
             return
         self.feed(event)
 
+    def claimed(self, peer: Peer, claim: m.Claim) -> None:
+        """A peer takes up this hold; raises what is wrong with its claim, and then nothing has changed."""
+        self.machine.expect(Event.GOT_CLAIM)
+        self.peer = peer
+        try:
+            take(self, claim)
+        except KVFerryError:
+            self.peer = None
+            raise
+        self.feed(Event.GOT_CLAIM)
+
     def local(self, event: Event) -> None:
         """A call of this side's engine; raises LocalError, or the error that ended the transfer."""
         self._allow(event)
@@ -225,6 +236,11 @@ class Session:
             ),
             event,
         )
+
+    @property
+    def named_tokens(self) -> int:
+        """Decode: the leading tokens that it said it holds, of those that this transfer covers."""
+        return min(self.held.tokens, self.tokens)
 
     # Words.
 
