@@ -39,6 +39,7 @@ class Layout:
     cross_layer: bool = False
     dtype: str = "float32"
     tokens: int = 2048
+    draft_layers: int = 0
 
 
 @functools.cache
@@ -47,21 +48,30 @@ def tiny(seed: int = 0) -> Model:
     return tiny_model(seed)
 
 
-def make_engine(layout: Layout = Layout(), *, seed: int = 0, chunk_tokens: int = 32) -> ReferenceEngine:
+def make_engine(
+    layout: Layout = Layout(), *, seed: int = 0, chunk_tokens: int = 32, num_drafts: int = 0
+) -> ReferenceEngine:
     """An engine over a pool of its own, whose free blocks are in no order."""
     model = tiny(seed)
-    pool = PoolLayout.paged(
-        range(model.config.layers),
-        kv_heads=model.config.kv_heads,
-        head_dim=model.config.head_dim,
-        dtype=layout.dtype,
-        block_size=layout.block_size,
-        num_blocks=layout.tokens // layout.block_size,
-        axis_order=layout.axis_order,
-        joined_kv=layout.joined_kv,
-        cross_layer=layout.cross_layer,
-    )
-    engine = ReferenceEngine(model, pool, chunk_tokens=chunk_tokens)
+    layers = model.config.layers
+    pools = [
+        PoolLayout.paged(
+            which,
+            kv_heads=model.config.kv_heads,
+            head_dim=model.config.head_dim,
+            dtype=layout.dtype,
+            block_size=layout.block_size,
+            num_blocks=layout.tokens // layout.block_size,
+            axis_order=layout.axis_order,
+            joined_kv=layout.joined_kv,
+            cross_layer=layout.cross_layer,
+            name=name,
+        )
+        for name, which in (("full", range(layers)), ("draft", range(layers, layers + layout.draft_layers)))
+        if which
+    ]
+    pool = PoolLayout.beside(*pools) if len(pools) > 1 else pools[0]
+    engine = ReferenceEngine(model, pool, chunk_tokens=chunk_tokens, num_drafts=num_drafts)
     shuffled = np.random.default_rng(layout.block_size + chunk_tokens).permutation(
         engine.pool.allocate(engine.pool.num_free_blocks)
     )

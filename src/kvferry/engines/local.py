@@ -105,11 +105,7 @@ class LocalEngine(EngineAdapter):
         Raises LocalError for a request that is not in that phase, CapacityError where there is no
         room for what the step needs; then nothing has changed.
         """
-        if request_ids is None:
-            requests = [r for r in self._requests.values() if r.is_prefilled and r.finish is None]
-        else:
-            requests = [self._running(request_id) for request_id in dict.fromkeys(request_ids)]
-        return self._advance(requests)
+        return self._advance(self._chosen(request_ids))
 
     def request(self, request_id: str) -> Request:
         """The request of that id. Raises LocalError when there is none."""
@@ -196,6 +192,11 @@ class LocalEngine(EngineAdapter):
     def _check_free(self, request_id: str) -> None:
         if request_id in self._requests:
             raise InputError(f"request_id: {request_id!r} is in use here")
+
+    def _chosen(self, request_ids: Sequence[str] | None) -> list[Request]:
+        if request_ids is None:
+            return [r for r in self._requests.values() if r.is_prefilled and r.finish is None]
+        return [self._running(request_id) for request_id in dict.fromkeys(request_ids)]
 
     def _running(self, request_id: str) -> Request:
         request = self.request(request_id)

@@ -92,12 +92,16 @@ class Request:
             min_tokens_left=max(0, self.limits.min_tokens_left - made),
         )
 
-    def forbidden(self) -> list[int]:
-        """Ids that may not come next: stop tokens before the minimum, and the ends of bad sequences."""
-        out = list(self.limits.stop_token_ids) if self.limits_left().min_tokens_left else []
+    def forbidden(self, ahead: Sequence[int] = ()) -> list[int]:
+        """Ids that may not come next, or after drafts ``ahead``.
+
+        Stop tokens before the minimum, and the ends of bad sequences.
+        """
+        outputs = [*self.output_ids, *ahead]
+        out = list(self.limits.stop_token_ids) if self.limits_left().min_tokens_left > len(ahead) else []
         for sequence in self.sampler.parameters.bad_tokens:
             *head, last = unpack_ids(sequence).tolist()
-            if not head or self.output_ids[-len(head) :] == head:
+            if not head or outputs[-len(head) :] == head:
                 out.append(last)
         return out
 

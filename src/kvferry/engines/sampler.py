@@ -92,14 +92,25 @@ class Sampler:
         if self.parameters.temperature == 0:
             token = int(adjusted.argmax())  # the lowest id among equals
         else:
-            assert self.parameters.seed is not None
-            cumulative = np.cumsum(distribution(adjusted, self.parameters))
-            point = uniform(self.parameters.seed, self.draws) * cumulative[-1]
-            # side="right": the first entry above the point, so never one of probability 0.
-            token = int(np.searchsorted(cumulative, point, side="right"))
-            self.draws += 1
-        self._output_counts[token] += 1
+            token = self.draw(distribution(adjusted, self.parameters))
+        self.count(token)
         return token
+
+    def count(self, token: int) -> None:
+        """Take a token as output."""
+        self._output_counts[token] += 1
+
+    def draw(self, weights: Float64) -> int:
+        """A token by weights that need not sum to 1; uses one draw."""
+        cumulative = np.cumsum(weights)
+        # side="right": the first entry above the point, so never one of weight 0.
+        return int(np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right"))
+
+    def uniform(self) -> float:
+        """The next number in [0, 1); uses one draw."""
+        assert self.parameters.seed is not None
+        self.draws += 1
+        return uniform(self.parameters.seed, self.draws - 1)
 
     def adjusted(self, logits: NDArray[np.float32], forbidden: Sequence[int] = ()) -> Float64:
         """Logits after masks, bias and penalties, float64 (vocab_size,)."""

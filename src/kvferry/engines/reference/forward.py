@@ -1,9 +1,10 @@
 """The Llama decoder in NumPy, written so that a row's bits depend on that row's request alone.
 
-Two forms, one code. Prefill runs the tokens of one request together. Decode runs one token of each
-of several requests: every matrix product is then one vector-matrix product a row (NumPy calls the
-same BLAS routine with the same sizes for each), and attention is done request by request. So
-neither who else is in the batch nor how many can change a bit.
+Two forms, one code. Prefill runs the tokens of one request together. Decode runs tokens of several
+requests, or several of one: every matrix product is then one vector-matrix product a row (NumPy
+calls the same BLAS routine with the same sizes for each), and attention is done row by row. So
+neither who else is in the batch nor how many can change a bit, and drafts that are verified
+together give the bits that they would give one by one.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ class Span:
 
 
 class Decoder:
-    """Runs ``model`` over the KV in ``pool``."""
+    """Runs ``model`` over the KV in ``pool``, whose layers from ``first_layer`` on are the model's."""
 
-    def __init__(self, model: Model, pool: PagedPool) -> None:
+    def __init__(self, model: Model, pool: PagedPool, first_layer: int = 0) -> None:
         self._model = model
         self._pool = pool
+        self._first_layer = first_layer
         config = model.config
         turns = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
         angles = np.arange(config.max_context)[:, None, None] * turns
@@ -53,7 +55,10 @@ class Decoder:
         return rows
 
     def decode(self, spans: Sequence[Span]) -> Float32:
-        """One token of each span's request. Returns hidden rows, shape (requests, hidden)."""
+        """One token a span. Returns hidden rows, shape (spans, hidden).
+
+        Spans of one request that follow each other see each other's KV, as if run one by one.
+        """
         ids = np.concatenate([span.ids for span in spans])
         rows: Float32 = self._layers(self._model.embedding[ids][:, None], spans, None)[:, 0]
         return rows
@@ -69,7 +74,7 @@ class Decoder:
     ) -> Float32:
         """(spans, tokens, hidden) -> the same shape. The first axis makes each product one a span."""
         epsilon = self._model.config.norm_epsilon
-        for index, layer in enumerate(self._model.layers):
+        for index, layer in enumerate(self._model.layers, self._first_layer):
             qkv = _norm(rows, layer.attn_norm, epsilon) @ layer.qkv.T
             attended = np.stack([self._attend(index, *pair) for pair in zip(spans, qkv, strict=True)])
             rows = rows + attended @ layer.attn_out.T

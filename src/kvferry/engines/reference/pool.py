@@ -24,11 +24,12 @@ class PagedPool:
     """K and V of one model's layers, in blocks, and which blocks are free.
 
     It may be split over ranks, each with a layout and memory of its own: by layers, by heads, with
-    heads that several hold. A block id is then a block at every rank.
+    heads that several hold. A block id is then a block at every rank, and in every group.
 
     Args:
-        layout: one group of kind full with a key and a value tensor for each layer, in float32,
-            float16 or bfloat16; any strides. Or one such layout for each rank.
+        layout: a group of kind full with a key and a value tensor for each layer, in float32,
+            float16 or bfloat16; any strides. A second one for a draft model's layers, with as many
+            blocks of the same size, where there is one. Or such a layout for each rank.
         memory: uint8, one axis, at least ``layout.nbytes``; the KV lives in it, nowhere else. One for
             each rank. Allocated here when None.
 
@@ -43,16 +44,19 @@ class PagedPool:
     ) -> None:
         self.layouts = (layout,) if isinstance(layout, PoolLayout) else tuple(layout)
         self.memories = _memories(self.layouts, memory)
-        groups = [_only_group(rank) for rank in self.layouts]
-        self.group = groups[0]
+        _check_alike(self.layouts)
+        self.group = self.layouts[0].groups[0]
         self.block_size = _block_size(self.group)
-        _check_alike(groups)
-        self.tensors = {(t.layer, t.role): t for group in groups for t in group.tensors}
-        self.kv_heads = max(tensor.head_stop for group in groups for tensor in group.tensors)
+        self.kv_heads = max(t.head_stop for layout in self.layouts for t in layout.groups[0].tensors)
+        self.tensors: dict[str, dict[tuple[int, Role], TensorLayout]] = {}
         self._views: defaultdict[tuple[int, Role], list[_HeadView]] = defaultdict(list)
-        for group, bytes_of_rank in zip(groups, self.memories, strict=True):
-            for t in group.tensors:
-                self._views[t.layer, t.role].append((t.head_start, t.head_stop, self._view(t, bytes_of_rank)))
+        for layout_of_rank, bytes_of_rank in zip(self.layouts, self.memories, strict=True):
+            for group in layout_of_rank.groups:
+                found = self.tensors.setdefault(group.name, {})
+                for t in group.tensors:
+                    found[t.layer, t.role] = t
+                    view = self._view(t, bytes_of_rank)
+                    self._views[t.layer, t.role].append((t.head_start, t.head_stop, view))
         self._blocks = Blocks(self.group.num_blocks)
 
     @property
@@ -135,21 +139,23 @@ def _memories(
     return memories
 
 
-def _check_alike(groups: Sequence[GroupLayout]) -> None:
-    """Ranks may differ in layers, heads and strides, and in nothing else."""
+def _check_alike(layouts: Sequence[PoolLayout]) -> None:
+    """Ranks and groups may differ in layers, heads and strides, and in nothing else."""
+    names = {tuple(group.name for group in layout.groups) for layout in layouts}
+    groups = [group for layout in layouts for group in layout.groups]
+    if len(names) != 1 or len(min(names)) not in (1, 2) or {g.kind for g in groups} != {LayerKind.FULL}:
+        raise LocalError(
+            "the reference engine runs on a pool of one group of kind full, or one and a draft's"
+        )
     forms = {
-        (group.name, group.block_size, group.num_blocks, tensor.dtype, tensor.head_dim)
+        (group.block_size, group.num_blocks, tensor.dtype, tensor.head_dim)
         for group in groups
         for tensor in group.tensors
     }
     if len(forms) != 1:
-        raise LocalError(f"all ranks need one name, block size, number of blocks and dtype, not {forms}")
-
-
-def _only_group(layout: PoolLayout) -> GroupLayout:
-    if len(layout.groups) != 1 or (group := layout.groups[0]).kind is not LayerKind.FULL:
-        raise LocalError("the reference engine runs on a pool of one group, of kind full")
-    return group
+        raise LocalError(
+            f"all ranks need one block size, number of blocks and dtype in all groups, not {forms}"
+        )
 
 
 def _block_size(group: GroupLayout) -> int:
