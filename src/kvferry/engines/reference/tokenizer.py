@@ -14,7 +14,7 @@ from kvferry.errors import LocalError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HFTokenizer
 
-__all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "chat_prompt"]
+__all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "chat_prompt", "chat_text"]
 
 
 class Tokenizer(engine_text.Tokenizer, Protocol):
@@ -78,11 +78,21 @@ class ByteTokenizer:
         return bytes((token,)) if token < 256 else b""
 
 
-def chat_prompt(
-    user: str, system: str = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-) -> str:
-    """One user turn in SmolLM2's chat template (``tokenizer.chat_template`` of its GGUF), reply opened."""
-    turns = (("system", system), ("user", user))
+_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+def chat_prompt(user: str, system: str = _SYSTEM) -> str:
+    """One user turn in SmolLM2's chat template, reply opened."""
+    return chat_text([("system", system), ("user", user)])
+
+
+def chat_text(turns: Sequence[tuple[str, str]]) -> str:
+    """(role, text) turns in SmolLM2's chat template (``tokenizer.chat_template`` of its GGUF), reply opened.
+
+    As the template has it, a conversation that does not begin with a system turn gets the model's own.
+    """
+    if turns and turns[0][0] != "system":
+        turns = [("system", _SYSTEM), *turns]
     return (
         "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
     )

@@ -1,0 +1,233 @@
+"""The HTTP side: /v1/completions, /v1/chat/completions, /v1/models and /health."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from kvferry.engines.reference import Model, ReferenceEngine
+from kvferry.errors import CapacityError, InputError, KVFerryError
+from kvferry.serve.ask import Ask, read_chat, read_completion
+from kvferry.serve.batcher import Batcher
+from kvferry.serve.job import Event, Failed, Handed, Job, Token
+from kvferry.serve.options import ServeOptions
+from kvferry.serve.shapes import DONE, Shape, error_body, http_status, sse
+
+__all__ = ["make_app"]
+
+MAX_BODY_NBYTES = 16 << 20
+
+
+class _GoneError(Exception):
+    """The client went away."""
+
+
+def make_app(
+    engine: ReferenceEngine,
+    batcher: Batcher,
+    options: ServeOptions,
+    *,
+    has_peers: bool,
+    close: Callable[[], None],
+) -> Starlette:
+    """The application; ``close`` is called when it ends."""
+    server = _Server(engine, batcher, options, has_peers=has_peers)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        batcher.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(close)
+
+    return Starlette(
+        routes=[
+            Route("/v1/completions", server.completions, methods=["POST"]),
+            Route("/v1/chat/completions", server.chat, methods=["POST"]),
+            Route("/v1/models", server.models),
+            Route("/health", server.health),
+        ],
+        lifespan=lifespan,
+    )
+
+
+class _Server:
+    def __init__(
+        self, engine: ReferenceEngine, batcher: Batcher, options: ServeOptions, *, has_peers: bool
+    ) -> None:
+        self._model = engine.model
+        self._blocks_for = engine.pool.blocks_for
+        self._batcher = batcher
+        self._options = options
+        self._has_peers = has_peers
+
+    async def health(self, _: Request) -> Response:
+        """200 and what is in the server now; 500 when the engine has ended."""
+        failure = self._batcher.failure
+        status = {"status": "ok" if failure is None else str(failure)}
+        return _json(status | self._batcher.stats(), 200 if failure is None else 500)
+
+    async def models(self, _: Request) -> Response:
+        """The one model."""
+        model = {"id": self._model.name, "object": "model", "owned_by": "kvferry"}
+        return _json({"object": "list", "data": [model | {"max_model_len": self._model.config.max_context}]})
+
+    async def completions(self, request: Request) -> Response:
+        return await self._serve(request, read_completion)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._serve(request, read_chat)
+
+    async def _serve(self, request: Request, read: Callable[[bytes, Model], Ask]) -> Response:
+        try:
+            ask = await asyncio.to_thread(read, await _body(request), self._model)
+            self._check(ask)
+            return await _Exchange(request, self._job(ask), self._batcher, self._model.name).answer()
+        except KVFerryError as error:
+            return _error(error)
+        except (_GoneError, ClientDisconnect):
+            return Response(status_code=499)  # nobody reads it
+
+    def _check(self, ask: Ask) -> None:
+        if ask.model not in ("", self._model.name):
+            raise InputError(f"model: {ask.model!r} is not served here, {self._model.name!r} is")
+        if ask.handoff is not None and not self._has_peers:
+            raise InputError("kv_transfer_params: this server has no address for KV; start it with --kv")
+        if ask.handoff is not None and ask.handoff.kind == "reserve" and ask.stream:
+            raise InputError("stream: a reservation is no stream")
+
+    def _job(self, ask: Ask) -> Job:
+        tokens = len(ask.prompt_ids)
+        if ask.handoff is None or ask.handoff.kind != "prefill":
+            tokens += ask.limits.max_tokens_left
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def post(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        job = Job(ask, post, time.monotonic() + self._options.queue_seconds, self._blocks_for(tokens + 1))
+        job.events = events
+        return job
+
+
+class _Exchange:
+    """One request on its way through the engine; the job is cancelled unless it came to its end."""
+
+    def __init__(self, request: Request, job: Job, batcher: Batcher, model: str) -> None:
+        self._request = request
+        self._job = job
+        self._batcher = batcher
+        self._shape = Shape(job.ask, model, job.request_id)
+        self._is_over = False
+
+    async def answer(self) -> Response:
+        """Submit, and answer with the status that the first event has. Raises KVFerryError, _GoneError."""
+        self._batcher.submit(self._job)
+        watch = asyncio.ensure_future(self._disconnected())
+        streams = False
+        try:
+            first = await self._next(watch)
+            params: dict[str, Any] | None = None
+            if isinstance(first, Handed):
+                params = first.params
+                if self._job.ask.handoff is not None and self._job.ask.handoff.kind == "reserve":
+                    self._is_over = True
+                    return _json(self._shape.reservation(params))
+                first = await self._next(watch)
+            assert isinstance(first, Token)
+            if self._job.ask.stream:
+                streams = True
+                return StreamingResponse(self._stream(first, params), media_type="text/event-stream")
+            tokens = [first]
+            while tokens[-1].finish is None:
+                tokens.append(await self._token(watch))
+            self._is_over = True
+            return _json(self._shape.whole(tokens, params))
+        finally:
+            watch.cancel()
+            if not streams:
+                self._leave()
+
+    async def _stream(self, token: Token, params: dict[str, Any] | None) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield sse(self._shape.chunk(token, params if token.finish else None))
+                if token.finish is not None:
+                    break
+                event = await self._job.events.get()
+                if isinstance(event, Failed):
+                    self._is_over = True
+                    yield sse(error_body(event.error, http_status(event.error)))
+                    return
+                assert isinstance(event, Token)
+                token = event
+            self._is_over = True
+            if self._job.ask.include_usage:
+                yield sse(self._shape.usage_chunk(token.completion_tokens))
+            yield DONE
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if not self._is_over:
+            self._batcher.cancel(self._job)
+
+    async def _token(self, watch: asyncio.Future[None]) -> Token:
+        event = await self._next(watch)
+        assert isinstance(event, Token)
+        return event
+
+    async def _next(self, watch: asyncio.Future[None]) -> Token | Handed:
+        """The next event. Raises the job's error, or _GoneError."""
+        getting = asyncio.ensure_future(self._job.events.get())
+        try:
+            both: list[asyncio.Future[Any]] = [getting, watch]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not getting.done():
+                raise _GoneError
+            event = getting.result()
+        finally:
+            getting.cancel()
+        if isinstance(event, Failed):
+            self._is_over = True
+            raise event.error
+        return event
+
+    async def _disconnected(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+
+
+async def _body(request: Request) -> bytes:
+    """The body, within a limit. Raises InputError beyond it."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_NBYTES:
+            raise InputError(f"body: more than {MAX_BODY_NBYTES} bytes")
+    return bytes(body)
+
+
+def _json(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(data), status, headers, media_type="application/json")
+
+
+def _error(error: KVFerryError) -> Response:
+    """429 where too many wait already, else by whose fault it is; Retry-After where asking again may help."""
+    status = http_status(error)
+    headers = None
+    if isinstance(error, CapacityError):
+        status = 429 if "wait already" in error.message else status
+        headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_seconds)))}
+    return _json(error_body(error, status), status, headers)

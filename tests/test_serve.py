@@ -1,0 +1,243 @@
+"""``kvferry serve``: real server processes, alone and as prefill and decode workers of each other."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import wait_until
+from serve_kit import COMMAND, GREEDY, PROMPT, SEEDED, Server, asked, text_of, text_of_stream
+
+REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
+EMIT = {"kvferry_first_token": "emit"}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Server, Server]]:
+    """A prefill and a decode worker."""
+    options = ("--kv", "tcp://127.0.0.1:0", "--lease-seconds", "20", "--chunk-tokens", "64")
+    prefill, decode = Server(*options, "--name", "p"), Server(*options, "--name", "d", "--block-size", "32")
+    with prefill, decode:
+        yield prefill, decode
+
+
+def give(prefill: Server, body: dict[str, Any], **params: Any) -> dict[str, Any]:
+    """Ask prefill for one token and a ticket."""
+    return prefill.complete(body | {"max_tokens": 1, "kv_transfer_params": REMOTE | params})
+
+
+def hand_over(prefill: Server, decode: Server, body: dict[str, Any], *, push: bool, emit: bool) -> str:
+    """One request over both; the text that its client would read."""
+    params: dict[str, Any] = EMIT if emit else {}
+    if push:
+        held = decode.complete(body | {"kv_transfer_params": {"kvferry_reserve": True}})
+        params = held["kv_transfer_params"] | params
+    first = give(prefill, body, **params)
+    then = decode.complete(body | {"kv_transfer_params": first["kv_transfer_params"]})
+    assert first["kv_transfer_params"]["kvferry_emitted_tokens"] == int(emit)
+    assert then["usage"]["completion_tokens"] == body["max_tokens"]
+    return (text_of(first) if emit else "") + text_of(then)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_two_workers_write_what_one_does(pair: tuple[Server, Server], sampling: dict[str, Any]) -> None:
+    """Pulled and pushed, the first token from either, between unlike blocks: the text is one server's."""
+    prefill, decode = pair
+    body = asked(**sampling, stop=["\x00never"])
+    alone = text_of(decode.complete(body))
+    for push in (False, True):
+        for emit in (False, True):
+            assert hand_over(prefill, decode, body, push=push, emit=emit) == alone, (push, emit)
+    prefill.wait_empty()
+    decode.wait_empty()
+
+
+def test_streams_say_what_answers_say_and_batches_change_nothing(pair: tuple[Server, Server]) -> None:
+    """Twelve requests at once, completions and chat, streamed: each is what it is alone; usage adds up."""
+    _, server = pair
+    bodies = [asked(10, f"{number} {PROMPT[number:]}", **SEEDED) for number in range(6)]
+    alone = [server.complete(body | {"return_token_ids": True}) for body in bodies]
+    chats = [
+        {"messages": [{"role": "user", "content": f"Say {number}"}], "max_tokens": 6, **GREEDY}
+        for number in range(6)
+    ]
+    chats_alone = [server.complete(chat, "/v1/chat/completions") for chat in chats]
+    with ThreadPoolExecutor(12) as pool:
+        more = {"return_token_ids": True, "stream_options": {"include_usage": True}}
+        streams = [pool.submit(server.stream, body | more) for body in bodies]
+        chat_streams = [pool.submit(server.stream, chat, "/v1/chat/completions") for chat in chats]
+        for whole, stream in zip(alone, streams, strict=True):
+            *events, usage = stream.result()
+            assert text_of_stream(events) == text_of(whole)
+            ids = [token for event in events for token in event["choices"][0]["token_ids"]]
+            assert ids == whole["choices"][0]["token_ids"]
+            assert usage["usage"] == whole["usage"]
+            assert len({event["id"] for event in events}) == 1
+        for whole, stream in zip(chats_alone, chat_streams, strict=True):
+            assert text_of_stream(stream.result()) == text_of(whole)
+            assert stream.result()[0]["choices"][0]["delta"]["role"] == "assistant"
+    server.wait_empty()
+
+
+def test_a_client_that_leaves_frees_everything(pair: tuple[Server, Server]) -> None:
+    """In the middle of a stream, and while a whole answer is computed."""
+    _, server = pair
+    with server.client.stream("POST", "/v1/completions", json=asked(8000, stream=True)) as answer:
+        lines = answer.iter_lines()  # held: when it goes, the connection closes
+        next(lines)
+        assert server.health()["running"] == 1
+    server.wait_empty()
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post("/v1/completions", json=asked(8000), timeout=0.5)
+    server.wait_empty()
+
+
+def test_tickets_that_do_not_fit_are_refused(pair: tuple[Server, Server]) -> None:
+    """Of another prompt, other sampling, no ticket at all, used twice: an error, and nothing is held."""
+    prefill, decode = pair
+    body = asked(**SEEDED)
+    for change, status in (({"prompt": PROMPT[1:] + "x"}, 409), ({"temperature": 0.7}, 409)):
+        params = give(prefill, body)["kv_transfer_params"]
+        answer = decode.post(body | change | {"kv_transfer_params": params})
+        assert answer.status_code == status, answer.text
+    params = give(prefill, body)["kv_transfer_params"]
+    decode.complete(body | {"kv_transfer_params": params})
+    used = decode.post(body | {"kv_transfer_params": params})
+    assert used.status_code in {409, 502, 504}, used.text
+    for ticket in ("", "!", "AAAA", params["kvferry_ticket"][:-8]):
+        answer = decode.post(body | {"kv_transfer_params": params | {"kvferry_ticket": ticket}})
+        assert answer.status_code == 400, answer.text
+    prefill.wait_empty()
+    decode.wait_empty()
+
+
+def test_a_request_that_ends_with_its_first_token_is_not_handed_over(pair: tuple[Server, Server]) -> None:
+    """Prefill says stop, gives no ticket, holds nothing."""
+    prefill, _ = pair
+    first = prefill.complete(asked(1, **GREEDY, return_token_ids=True))["choices"][0]["token_ids"]
+    body = asked(4, **GREEDY, stop_token_ids=first)
+    for params in ({}, EMIT):
+        answer = give(prefill, body, **params)
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert "kv_transfer_params" not in answer
+    prefill.wait_empty()
+
+
+def test_what_waits_is_bounded_and_comes_back() -> None:
+    """One place: the second waits, the third is told 429; offers and reservations end with their lease."""
+    options = ("--kv", "tcp://127.0.0.1:0", "--max-running", "1", "--max-waiting", "1")
+    bounds = (
+        "--queue-seconds",
+        "2",
+        "--pool-tokens",
+        "12000",
+        "--lease-seconds",
+        "1",
+        "--timeout-seconds",
+        "2",
+    )
+    with Server(*options, *bounds) as server, ThreadPoolExecutor(4) as pool:
+        with server.client.stream("POST", "/v1/completions", json=asked(8000, stream=True)) as answer:
+            lines = answer.iter_lines()  # held: when it goes, the connection closes
+            next(lines)
+            second = pool.submit(server.post, asked())
+            wait_until(lambda: server.health()["waiting"] == 1)
+            third, fourth = server.post(asked()), second.result()
+            assert third.status_code == 429, third.text
+            assert int(third.headers["Retry-After"]) >= 1
+            assert fourth.status_code == 503, fourth.text
+            assert int(fourth.headers["Retry-After"]) >= 1
+        server.wait_empty()
+        too_large = server.post(asked(13000))
+        assert too_large.status_code == 400
+        assert "the whole pool has" in too_large.text
+        give(server, asked())
+        server.complete(asked() | {"kv_transfer_params": {"kvferry_reserve": True}})
+        assert not server.is_empty()
+        server.wait_empty()
+
+
+def test_a_dead_prefill_worker_is_an_error_at_decode_and_nothing_more(pair: tuple[Server, Server]) -> None:
+    """Killed with its offer: decode says so in its own time and serves on."""
+    _, decode = pair
+    with Server("--kv", "tcp://127.0.0.1:0") as prefill:
+        params = give(prefill, asked())["kv_transfer_params"]
+        prefill.kill()
+        answer = decode.post(asked() | {"kv_transfer_params": params})
+        assert answer.status_code in {502, 504}, answer.text
+        assert answer.json()["error"]["type"] in {"transport", "peer", "deadline"}
+    decode.wait_empty()
+    decode.complete(asked())
+
+
+BAD = [
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [400]}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": "a", "n": 2}, "n"),
+    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "logprobs": 1}, "logprobs"),
+    ({"prompt": "a", "colour": 1}, "colour"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**6}, "max_tokens"),
+    ({"prompt": "a", "min_tokens": 20}, "min_tokens"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "stop": ""}, "stop"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "a", "model": "other"}, "model"),
+    ({"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}}, "kvferry_ticket"),
+    ({"prompt": "a", "kv_transfer_params": {"do_remote_decode": 1}}, "do_remote_decode"),
+    ({"prompt": "a", "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, "both"),
+    ({"prompt": "a", "stream": True, "kv_transfer_params": {"kvferry_reserve": True}}, "stream"),
+]
+
+
+def test_a_bad_body_is_refused_by_the_name_of_its_field(pair: tuple[Server, Server]) -> None:
+    """400, OpenAI's error object, nothing held."""
+    _, server = pair
+    for body, field in BAD:
+        answer = server.post(body)
+        assert answer.status_code == 400, (body, answer.text)
+        assert field in answer.json()["error"]["message"], (body, answer.text)
+    for raw in (b"", b"{", b"[]", b"\xff", b'{"prompt":"' + b"a" * (17 << 20) + b'"}'):
+        assert server.client.post("/v1/completions", content=raw).status_code == 400
+    assert server.client.get("/v1/models").json()["data"][0]["id"] == "tiny-7"
+    assert server.is_empty()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--listen", "nowhere"),
+        ("--listen", "127.0.0.1:99999"),
+        ("--block-size", "0"),
+        ("--pool-tokens", "-5"),
+        ("--queue-seconds", "nan"),
+        ("--kv", "carrier-pigeon://x", "--model", "tiny", "--listen", "127.0.0.1:0"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_2(arguments: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [*COMMAND, "serve", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_address_in_use_is_exit_1_and_ctrl_c_exit_0() -> None:
+    with Server() as server:
+        port = server.url.rsplit(":", 1)[1]
+        command = [*COMMAND, "serve", "--model", "tiny", "--listen", f"127.0.0.1:{port}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1, done.stderr
+        assert done.stderr.count("\n") == 1
+        assert server.interrupt() == 0
+        assert server.said == ""
