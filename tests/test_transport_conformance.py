@@ -9,6 +9,7 @@ from kvferry.testing.transport_suite import CopyTests, EndTests, ProcessTests, T
 from kvferry.transport.inproc import InprocTransport
 from kvferry.transport.shm import ShmTransport
 from kvferry.transport.tcp import TcpTransport
+from tls_kit import SealedTcpTransport
 
 _count = itertools.count()
 
@@ -95,6 +96,26 @@ class TestTcp(TransportSuite):
 
 class TestTcpTwoStreams(CopyTests, EndTests):
     transport = TcpTransport
+    malformed_addresses = ("tcp:",)
+
+    @classmethod
+    def listen_address(cls) -> str:
+        return "tcp://[::1]:0?streams=2"
+
+
+class TestTcpSealed(TransportSuite):
+    """Encrypted, on loopback."""
+
+    transport = SealedTcpTransport
+    malformed_addresses = ("tcp:", "tcp://127.0.0.1:7400?plain=yes", "tcp://127.0.0.1:7400?tls=yes")
+
+    @classmethod
+    def listen_address(cls) -> str:
+        return "tcp://127.0.0.1:0"
+
+
+class TestTcpSealedTwoStreams(CopyTests):
+    transport = SealedTcpTransport
     malformed_addresses = ("tcp:",)
 
     @classmethod

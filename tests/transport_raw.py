@@ -37,7 +37,7 @@ def new_pair(scheme: str) -> TransportPair:
 
 def raw_socket(address: str) -> socket.socket:
     """A plain socket to a listener."""
-    scheme, _, rest = address.partition("://")
+    scheme, _, rest = address.partition("?")[0].partition("://")
     if scheme == "shm":
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(WAIT_SECONDS)

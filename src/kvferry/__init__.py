@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from kvferry.size import KVSize, kv_size
     from kvferry.state import ExecutionState, Requirements
     from kvferry.transfer import Endpoint, Pool, RankGroup
+    from kvferry.transport import Identity
 
 __all__ = [
     "BlockTable",
     "Endpoint",
     "ExecutionState",
+    "Identity",
     "KVSize",
     "ModelShape",
     "Pool",
@@ -34,6 +36,7 @@ _HOME = {
     "BlockTable": "layout",
     "Endpoint": "transfer",
     "ExecutionState": "state",
+    "Identity": "transport.security",
     "KVSize": "size",
     "ModelShape": "model",
     "Pool": "transfer",

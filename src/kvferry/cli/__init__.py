@@ -27,12 +27,13 @@ kvferry moves a request's KV cache and execution state from a prefill worker to 
   Does the move pay?       kvferry check MODEL --link links.json --prompt-tokens N --ttft T ...
   Where, how many?         kvferry plan cluster.toml; kvferry simulate cluster.toml
   See it move              kvferry demo; kvferry serve --kv tcp://127.0.0.1:0
+  Encrypt it               kvferry certs init FOLDER; kvferry certs issue FOLDER NAME
 
 `kvferry VERB --help` says the rest."""
 
 # One module a verb, named like it, with a function of that name. They are imported only
 # when their verb (or the list of verbs) is asked for, so `kvferry --version` stays fast.
-VERBS = ("size", "probe", "link", "check", "plan", "simulate", "serve", "demo")
+VERBS = ("size", "probe", "link", "check", "plan", "simulate", "serve", "demo", "certs")
 
 app = App(
     name="kvferry",

@@ -143,6 +143,7 @@ class FaultyTransport(Transport):
     inner: Transport
 
     async def listen(self, address: str, on_connection: OnConnection) -> Listener:
+        self.inner.security = self.security
         return await self.inner.listen(address, lambda connection: on_connection(self._wrapped(connection)))
 
     async def connect(self, address: str, timeout_seconds: float) -> Connection:
@@ -152,6 +153,7 @@ class FaultyTransport(Transport):
             await asyncio.sleep(fault.seconds)
             if fault.what is What.CUT:
                 raise _cut(address)
+        self.inner.security = self.security
         return self._wrapped(await self.inner.connect(address, timeout_seconds))
 
     def _wrapped(self, connection: Connection) -> Connection:
@@ -188,6 +190,7 @@ class FaultyConnection(Connection):
         self.scheme = inner.scheme  # type: ignore[misc] # of the instance: one class wraps every transport
         self.can_write = inner.can_write  # type: ignore[misc]
         self.peer_address = inner.peer_address
+        self.peer_names = inner.peer_names
         self.path = inner.path
         self.notes = inner.notes
 

@@ -17,6 +17,7 @@ from kvferry.protocol.messages import Portion, WireTable
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.state import Requirements
 from kvferry.transfer.trace import TransferRecord
+from kvferry.transport.security import HOST_ONLY, Security
 
 __all__ = [
     "Arrival",
@@ -76,6 +77,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_moving: int = 64
     max_lease_seconds: float = 3600.0
     copy_threads: int = 2
+    security: Security = HOST_ONLY
 
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]

@@ -12,6 +12,7 @@ from kvferry.transfer.calls import Timeouts
 from kvferry.transfer.peer import Peer, greet, welcome
 from kvferry.transport.base import Connection, Guard, Listener, Memory, Transport
 from kvferry.transport.registry import transport_for
+from kvferry.transport.security import Security
 
 __all__ = ["Directory"]
 
@@ -25,6 +26,7 @@ class Directory:
         timeouts: Timeouts,
         memory: Memory,
         guard: Guard,
+        security: Security,
         *,
         on_message: Callable[[Peer, TransferMessage], None],
         on_lost: Callable[[Peer, KVFerryError], None],
@@ -33,6 +35,7 @@ class Directory:
         self._timeouts = timeouts
         self._memory = memory
         self._guard = guard
+        self._security = security
         self._on_message = on_message
         self._on_lost = on_lost
         self._transports: dict[str, Transport] = {}
@@ -115,7 +118,9 @@ class Directory:
         if cls.scheme not in self._transports:
             if (why := cls.unavailable()) is not None:
                 raise TransportError(f"{cls.scheme} does not work here: {why}")
-            self._transports[cls.scheme] = cls(self._memory, self._guard)
+            transport = cls(self._memory, self._guard)
+            transport.security = self._security
+            self._transports[cls.scheme] = transport
         return self._transports[cls.scheme]
 
     def _accept(self, connection: Connection) -> None:

@@ -29,6 +29,7 @@ from kvferry.transfer.client import NodeClient
 from kvferry.transfer.handles import CALL_SECONDS, Move, Push, cancel, encode_for
 from kvferry.transfer.pool import Pool
 from kvferry.transfer.trace import TransferRecord
+from kvferry.transport.security import Identity, Plain, Security
 
 __all__ = ["Endpoint", "Move", "Push"]
 
@@ -62,6 +63,8 @@ class Endpoint:
         timeouts: c.Timeouts | None = None,
         max_transfers: int = 1024,
         copy_threads: int = 2,
+        tls: Identity | None = None,
+        plain: Plain | str = Plain.LOOPBACK,
     ) -> Endpoint:
         """An endpoint that can pull and push, but that nobody can reach yet.
 
@@ -74,6 +77,9 @@ class Endpoint:
             process: run the node in a process of its own (the default for shared pools), or
                 in threads of this one.
             timeouts: ends of all waits that have no timeout of their own.
+            tls: who this endpoint is, to encrypt tcp with; needed for addresses off loopback.
+            plain: where tcp may be plain: ``never``, on ``loopback``, or ``anywhere`` that an address
+                says ``?plain=yes``.
         """
         timeouts = timeouts or c.Timeouts()
         memory = pool.memory
@@ -88,6 +94,7 @@ class Endpoint:
             memory.owner_address,
             max_transfers=max_transfers,
             copy_threads=copy_threads,
+            security=Security(tls, _plain(plain)),
         )
         client = NodeClient(config, memory, process=memory.fd is not None if process is None else process)
         return cls(client, pool, timeouts, requirements)
@@ -321,6 +328,13 @@ def _positive(field: str, seconds: float) -> float:
     if not known:
         raise InputError(f"{field}: {seconds!r} is not a number of seconds from 0 to {_MAX_SECONDS}")
     return float(seconds)
+
+
+def _plain(plain: Plain | str) -> Plain:
+    try:
+        return Plain(plain)
+    except ValueError:
+        raise InputError(f"plain: {plain!r} is not one of {', '.join(Plain)}") from None
 
 
 def _pass_on(done: Future[Any], outer: Future[TransferRecord], request_id: str, gives: bool) -> None:

@@ -66,6 +66,7 @@ class Node:
             config.timeouts,
             memory,
             self.grants,
+            config.security,
             on_message=self._message,
             on_lost=self._lost,
         )

@@ -16,6 +16,7 @@ from kvferry.transport.base import (
 from kvferry.transport.digest import digest_chunks
 from kvferry.transport.memory import attach_shared, create_shared, map_shared, private
 from kvferry.transport.registry import known_schemes, transport_for
+from kvferry.transport.security import Identity, Plain, Security
 
 __all__ = [
     "MAX_FRAME_NBYTES",
@@ -26,8 +27,11 @@ __all__ = [
     "Copy",
     "Direction",
     "Guard",
+    "Identity",
     "Listener",
     "Memory",
+    "Plain",
+    "Security",
     "Transport",
     "attach_shared",
     "create_shared",

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import KVFerryError
 from kvferry.layout import CopyPlan
+from kvferry.transport.security import HOST_ONLY, Security
 
 __all__ = [
     "MAX_FRAME_NBYTES",
@@ -189,8 +190,11 @@ class Connection(ABC):
     can_write: ClassVar[bool]
 
     peer_address: str
-    #: What carries payload here: ``tcp``, ``mapped``, ``cma``, ``inproc``. Recorded with each transfer.
+    #: What carries payload here: ``tcp``, ``tcp-sealed``, ``tcp-plain``, ``mapped``, ``cma``, ``inproc``.
+    #: Recorded with each transfer.
     path: str
+    #: The names in the peer's certificate, proven; none where the transport knows no certificates.
+    peer_names: tuple[str, ...] = ()
     #: What a record of a transfer should say beside ``path``: whatever is not as one would want it.
     notes: tuple[str, ...] = ()
 
@@ -254,6 +258,8 @@ class Transport(ABC):
     """One way to reach peers, bound to one memory and one guard."""
 
     scheme: ClassVar[str]
+    #: Who this side is, and what may leave the host in plain; set before ``listen`` and ``connect``.
+    security: Security = HOST_ONLY
 
     def __init__(self, memory: Memory, guard: Guard) -> None:
         self.memory = memory

@@ -6,7 +6,8 @@ import contextlib
 import select
 import socket
 import time
-from typing import NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ from kvferry.transport.wire import (
     malformed,
 )
 
+if TYPE_CHECKING:
+    from kvferry.transport.seal import ChannelSeals
+
 __all__ = ["Channel", "make_marks", "vector_of"]
 
 
@@ -44,27 +48,55 @@ def make_marks(kind: Kind, nbytes: NDArray[np.int64] | int) -> NDArray[np.void]:
 
 
 class Channel:
-    """Takes over a connected socket. Not for two threads at once, save ``shut`` which ends both."""
+    """Takes over a connected socket. Not for two threads at once, save ``shut`` which ends both.
 
-    def __init__(self, sock: socket.socket) -> None:
+    With ``seals`` everything said on it is encrypted and authenticated, by records (seal.py).
+    """
+
+    def __init__(self, sock: socket.socket, seals: ChannelSeals | None = None) -> None:
         sock.setblocking(False)
         self._sock = sock
+        self._seals = seals
         self.fd = sock.fileno()
         #: Both sides are between requests; only such a channel may be used again.
         self.is_in_step = True
         #: The peer still owes a DONE of so many bytes; None when it owes nothing.
         self.owed_nbytes: int | None = None
 
-    def write(self, patience: Patience, *buffers: bytes | NDArray[np.generic]) -> None:
-        """Send the buffers one after the other."""
+    @property
+    def is_sealed(self) -> bool:
+        """Pieces cannot go straight from and into the pools."""
+        return self._seals is not None
+
+    def write(
+        self,
+        patience: Patience,
+        *buffers: bytes | NDArray[np.generic],
+        on_input: Callable[[], NoReturn] | None = None,
+    ) -> None:
+        """Send the buffers one after the other. The peer reads each as a whole: see ``read_into``."""
         arrays = [np.frombuffer(b, np.uint8) if isinstance(b, bytes) else b for b in buffers if len(b)]
-        write_vectored(self.fd, vector_of(*arrays), patience)
+        if self._seals is None:
+            write_vectored(self.fd, vector_of(*arrays), patience, on_input)
+            return
+        for records in self._seals.sealed([array.view(np.uint8) for array in arrays]):
+            write_vectored(self.fd, vector_of(records), patience, on_input)
 
     def read(self, nbytes: int, patience: Patience) -> NDArray[np.uint8]:
-        """Receive exactly ``nbytes``; the caller has bounded them."""
+        """Receive exactly ``nbytes``, which the peer wrote as one buffer; the caller has bounded them."""
         data = np.empty(nbytes, np.uint8)
-        read_vectored(self.fd, vector_of(data), patience)
+        self.read_into(patience, data)
         return data
+
+    def read_into(self, patience: Patience, *arrays: NDArray[np.generic]) -> None:
+        """Fill arrays, each of which the peer wrote as one buffer. Raises CorruptError for a broken seal."""
+        if self._seals is None:
+            read_vectored(self.fd, vector_of(*arrays), patience)
+            return
+        self._seals.open_into(
+            [array.view(np.uint8) for array in arrays if array.nbytes],
+            lambda records: read_vectored(self.fd, vector_of(records), patience),
+        )
 
     def write_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
         self.write(patience, make_marks(kind, nbytes))

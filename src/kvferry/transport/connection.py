@@ -12,6 +12,7 @@ import socket
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +39,13 @@ from kvferry.transport.table import Part, chunk_nbytes, split_copy
 from kvferry.transport.users import Users, forget_locals
 from kvferry.transport.wire import Operation
 
+if TYPE_CHECKING:
+    from kvferry.transport.tls import TlsStream
+
 __all__ = ["OpenChannel", "SocketConnection"]
 
-#: Opens one more socket to the peer and greets with the given role.
-OpenChannel = Callable[[Role], Awaitable[socket.socket]]
+#: Opens one more channel to the peer and greets with the given role.
+OpenChannel = Callable[[Role], Awaitable[Channel]]
 
 
 class SocketConnection(Connection):
@@ -58,11 +62,14 @@ class SocketConnection(Connection):
         *,
         streams: int,
         open_channel: OpenChannel | None = None,
+        tls: TlsStream | None = None,
     ) -> None:
         self.peer_address = peer_address
         self.memory = memory
         self.guard = guard
         self.streams = streams
+        self._is_sealed = tls is not None
+        self.peer_names = () if tls is None else tls.peer_names
         self._open_channel = open_channel
         self._loop = asyncio.get_running_loop()
         self._ended = CancelToken()
@@ -73,7 +80,7 @@ class SocketConnection(Connection):
         self._serving = Serving(
             Served(memory, guard, self._handlers()), peer_address, self._users, self._ended
         )
-        self.control = Control(peer_address, self._on_signal, self._end)
+        self.control = Control(peer_address, self._on_signal, self._end, tls)
 
     @abstractmethod
     def _handlers(self) -> dict[Operation, Handler]:
@@ -88,6 +95,11 @@ class SocketConnection(Connection):
     def _let_go(self) -> None:
         """Give up what the subclass owns; nobody uses it any more."""
 
+    @property
+    def is_sealed(self) -> bool:
+        """Control goes through TLS, and data channels are sealed."""
+        return self._is_sealed
+
     async def start(self, sock: socket.socket) -> None:
         """Take over the greeted control socket. The connecting side also opens the first channels."""
         await self._loop.create_connection(lambda: self.control, sock=sock)
@@ -95,9 +107,8 @@ class SocketConnection(Connection):
             await self._open(Role.OPENER_ASKS)
             await self._open(Role.OPENER_SERVES)
 
-    def attach(self, sock: socket.socket, role: Role) -> None:
+    def attach(self, channel: Channel, role: Role) -> None:
         """A data channel that the peer opened."""
-        channel = Channel(sock)
         wanted = self._serving.start(channel) if role is Role.OPENER_ASKS else self._asking.adopt(channel)
         if not wanted:
             channel.close()
@@ -183,7 +194,7 @@ class SocketConnection(Connection):
 
     async def _open(self, role: Role) -> None:
         assert self._open_channel is not None
-        channel = Channel(await self._open_channel(role))
+        channel = await self._open_channel(role)
         wanted = self._asking.adopt(channel) if role is Role.OPENER_ASKS else self._serving.start(channel)
         if not wanted:
             channel.close()

@@ -11,9 +11,13 @@ import enum
 import struct
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvferry.errors import KVFerryError, LocalError, PeerError, TransportError
 from kvferry.transport.base import MAX_FRAME_NBYTES
+
+if TYPE_CHECKING:
+    from kvferry.transport.tls import TlsStream
 
 __all__ = ["CLOSE_SECONDS", "Control", "Signal", "broken"]
 
@@ -48,7 +52,8 @@ class Control(asyncio.Protocol):
     """Frames both ways. Every method is for the event loop's thread.
 
     ``on_signal`` gets the transport's own signals; ``on_lost`` is called once, with the reason,
-    when the connection is gone for whatever cause.
+    when the connection is gone for whatever cause. With ``tls``, whose handshake is over, all of it
+    is encrypted.
     """
 
     def __init__(
@@ -56,10 +61,12 @@ class Control(asyncio.Protocol):
         peer: str,
         on_signal: Callable[[Signal, bytes], None],
         on_lost: Callable[[KVFerryError], None],
+        tls: TlsStream | None = None,
     ) -> None:
         self._peer = peer
         self._on_signal = on_signal
         self._on_lost = on_lost
+        self._tls = tls
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._frames: deque[bytes] = deque()
@@ -113,6 +120,8 @@ class Control(asyncio.Protocol):
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._can_write.wait()
                 if not transport.is_closing():
+                    if self._tls is not None:
+                        transport.write(self._tls.end())
                     transport.write_eof()
                 await self._lost.wait()
         except TimeoutError:
@@ -132,9 +141,11 @@ class Control(asyncio.Protocol):
         # No buffer above the kernel's: a send that returned is out of this process.
         transport.set_write_buffer_limits(high=0)
         self._can_write.set()
+        if self._tls is not None:
+            self.data_received(b"")  # what came behind the handshake
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
+        self._buffer += data if self._tls is None else self._decrypted(data, self._tls)
         while len(self._buffer) >= HEAD.size and self._error is None:
             nbytes, kind = HEAD.unpack_from(self._buffer)
             problem = _head_problem(nbytes, kind)
@@ -182,7 +193,19 @@ class Control(asyncio.Protocol):
             raise self._error
         if self._transport is None or self._is_closing:
             raise broken("the connection is not open", self._peer)
-        self._transport.write(HEAD.pack(len(payload), kind) + payload)
+        data = HEAD.pack(len(payload), kind) + payload
+        self._transport.write(data if self._tls is None else self._tls.wrap(data))
+
+    def _decrypted(self, data: bytes, tls: TlsStream) -> bytes:
+        assert self._transport is not None
+        try:
+            plain = tls.feed(data)
+        except KVFerryError as error:
+            self.abort(error)
+            return b""
+        if answer := tls.wrap(b""):  # TLS has its own to say, as when keys change
+            self._transport.write(answer)
+        return plain
 
     def _take(self, kind: Signal, payload: bytes) -> None:
         if kind is not Signal.FRAME:

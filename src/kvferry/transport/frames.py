@@ -2,8 +2,8 @@
 
 The sender gives marks and pieces to ``writev`` as one vector. The receiver knows the table, so it
 asks ``readv`` for the pieces of a frame and the mark after them; nothing that the peer sends can
-choose where bytes land. With integrity, or with small pieces, bytes go through a cache-hot
-staging buffer: received, summed in one call, then scattered.
+choose where bytes land. With integrity, with small pieces, or over a sealed channel, bytes go
+through a cache-hot staging buffer: received, opened, summed in one call, then scattered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transport.channel import Channel, make_marks, vector_of
+from kvferry.transport.channel import Channel, make_marks
 from kvferry.transport.digest import ChunkDigests
 from kvferry.transport.memory import address_of
 from kvferry.transport.patience import Patience
@@ -89,14 +89,14 @@ def send_frames(
     marks = np.concatenate(
         (make_marks(Kind.DATA, frames.frame_nbytes), make_marks(Kind.DONE, frames.total_nbytes))
     )
-    send = _staged_sender if frames.is_small else _direct_sender
+    send = _staged_sender if frames.is_small or channel.is_sealed else _direct_sender
     send_frame = send(channel, frames, marks, patience, on_input)
     for frame in range(len(frames)):
         channel.is_in_step = True
         patience.check()
         channel.is_in_step = False
         send_frame(frame)
-    write_vectored(channel.fd, vector_of(marks[-1:]), patience, on_input)
+    channel.write(patience, marks[-1:], on_input=on_input)
     channel.is_in_step = True
 
 
@@ -131,7 +131,7 @@ def _staged_sender(
         for first, last in frames.steps(frame):
             staged = staging[: int(frames.nbytes[first:last].sum())]
             frames.pieces.gather(first, last, staged)
-            write_vectored(channel.fd, vector_of(mark, staged), patience, on_input)
+            channel.write(patience, mark, staged, on_input=on_input)
             mark = marks[:0]
 
     return send
@@ -144,8 +144,8 @@ def receive_frames(channel: Channel, frames: Frames, patience: Patience, sums: C
     ``send_frames``; then the pieces are filled up to somewhere.
     """
     marks = np.zeros(len(frames) + 1, MARK)
-    read_vectored(channel.fd, vector_of(marks[:1]), patience)
-    if sums is not None or frames.is_small:
+    channel.read_into(patience, marks[:1])
+    if sums is not None or frames.is_small or channel.is_sealed:
         receive = _staged_receiver(channel, frames, marks, patience, sums)
     else:
         receive = _direct_receiver(channel, frames, marks, patience)
@@ -178,7 +178,7 @@ def _staged_receiver(
         for first, last in steps:
             staged = staging[: int(frames.nbytes[first:last].sum())]
             mark = marks[frame + 1 : frame + 2] if last == steps[-1][1] else marks[:0]
-            read_vectored(channel.fd, vector_of(staged, mark), patience)
+            channel.read_into(patience, staged, mark)
             if sums is not None:
                 sums.feed(staged)
             frames.pieces.scatter(first, last, staged)

@@ -26,6 +26,7 @@ __all__ = [
     "read_exactly",
     "read_greeting",
     "write_greeting",
+    "wrong_kind",
 ]
 
 GREETING_SECONDS = 5.0
@@ -43,20 +44,29 @@ class Role(enum.IntEnum):
     OPENER_ASKS = 2
     OPENER_SERVES = 3
     ACCEPTED = 4
+    # The same over encrypted tcp, and what a listener of the other kind answers to them.
+    SEALED_CONTROL = 5
+    SEALED_ASKS = 6
+    SEALED_SERVES = 7
+    NEEDS_TLS = 8
+    IS_PLAIN = 9
 
 
-async def join(sock: socket.socket, role: Role, token: bytes, peer: str) -> None:
+async def join(sock: socket.socket, role: Role, token: bytes, peer: str, more: bytes = b"") -> None:
     """Greet as a data channel of the connection with ``token``. On failure closes ``sock``."""
     with closing_on_failure(sock):
         try:
-            await write_greeting(sock, role, token)
+            await write_greeting(sock, role, token, more)
         except OSError as error:
             raise cannot_connect(peer, error) from error
 
 
-async def write_greeting(sock: socket.socket, role: Role, token: bytes = bytes(TOKEN_NBYTES)) -> None:
-    """Send the greeting. Raises OSError."""
-    await asyncio.get_running_loop().sock_sendall(sock, _GREETING.pack(_MAGIC, _VERSION, role, token))
+async def write_greeting(
+    sock: socket.socket, role: Role, token: bytes = bytes(TOKEN_NBYTES), more: bytes = b""
+) -> None:
+    """Send the greeting, and ``more`` right behind it. Raises OSError."""
+    greeting = _GREETING.pack(_MAGIC, _VERSION, role, token)
+    await asyncio.get_running_loop().sock_sendall(sock, greeting + more)
 
 
 async def read_greeting(sock: socket.socket, peer: str) -> tuple[Role, bytes]:
@@ -111,6 +121,27 @@ def closing_on_failure(sock: socket.socket) -> Iterator[None]:
     except BaseException:
         sock.close()
         raise
+
+
+def wrong_kind(role: Role, peer: str) -> PeerError:
+    """The error for a listener that answered by another role than the opener's kind expects."""
+    said, next_step = {
+        Role.NEEDS_TLS: (
+            "the peer takes encrypted connections only at this address",
+            "give this endpoint an identity, and leave plain=yes out of the address",
+        ),
+        Role.IS_PLAIN: (
+            "the peer takes plain connections only at this address",
+            "give the peer an identity, or say plain=yes where the whole network is trusted",
+        ),
+    }.get(
+        role,
+        (
+            "the peer greets as one that connects",
+            "check the address, and run the same kvferry on both sides",
+        ),
+    )
+    return PeerError(said, phase="connect", peer=peer, now_true="nothing is held", next_step=next_step)
 
 
 def _not_a_greeting(what: str, peer: str) -> PeerError:

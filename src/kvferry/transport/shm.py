@@ -161,10 +161,10 @@ class ShmTransport(SocketTransport):
     async def _connect(self, address: Address) -> Connection:
         token = bytearray()
 
-        async def open_channel(role: Role) -> socket.socket:
+        async def open_channel(role: Role) -> Channel:
             data = await _dial(address)
             await join(data, role, bytes(token), str(address))
-            return data
+            return Channel(data)
 
         sock = await _dial(address)
         with closing_on_failure(sock):

@@ -19,11 +19,19 @@ from collections.abc import AsyncIterator
 from kvferry.errors import KVFerryError, PeerError
 from kvferry.transport.address import Address
 from kvferry.transport.base import Guard, Memory, OnConnection, Transport
+from kvferry.transport.channel import Channel
 from kvferry.transport.connection import OpenChannel, SocketConnection
 from kvferry.transport.control import broken
-from kvferry.transport.greeting import TOKEN_NBYTES, Role, cannot_connect, read_greeting, write_greeting
+from kvferry.transport.greeting import (
+    TOKEN_NBYTES,
+    Role,
+    cannot_connect,
+    read_greeting,
+    write_greeting,
+    wrong_kind,
+)
 
-__all__ = ["SocketTransport"]
+__all__ = ["SocketTransport", "given_up_on_failure", "unknown_token"]
 
 
 class SocketTransport(Transport):
@@ -53,17 +61,11 @@ class SocketTransport(Transport):
             await self._say(sock)
             role, token[:] = await read_greeting(sock, peer)
             if role is not Role.ACCEPTED:
-                raise PeerError(
-                    "the peer greets as one that connects",
-                    phase="connect",
-                    peer=peer,
-                    now_true="nothing is held",
-                    next_step="check the address, and run the same kvferry on both sides",
-                )
+                raise wrong_kind(role, peer)
             connection = await self._hear(sock, peer, address, open_channel)
         except OSError as error:
             raise cannot_connect(peer, error) from error
-        async with _given_up_on_failure(connection):
+        async with given_up_on_failure(connection):
             await connection.start(sock)
         return connection
 
@@ -71,12 +73,23 @@ class SocketTransport(Transport):
         self, sock: socket.socket, peer: str, address: Address, on_connection: OnConnection
     ) -> None:
         """Take over an accepted socket: a new connection, or a data channel of one."""
-        role, token = await read_greeting(sock, peer)
+        await self._take_in(sock, await read_greeting(sock, peer), peer, address, on_connection)
+
+    async def _take_in(
+        self,
+        sock: socket.socket,
+        greeting: tuple[Role, bytes],
+        peer: str,
+        address: Address,
+        on_connection: OnConnection,
+    ) -> None:
+        """``_accept``, once the greeting was read."""
+        role, token = greeting
         if role is not Role.CONTROL:
             self._attach(token, sock, role, peer)
             return
         connection = await self._hear(sock, peer, address, None)
-        async with _given_up_on_failure(connection):
+        async with given_up_on_failure(connection):
             token = secrets.token_bytes(TOKEN_NBYTES)
             self._accepted[token] = connection
             await write_greeting(sock, Role.ACCEPTED, token)
@@ -86,19 +99,15 @@ class SocketTransport(Transport):
 
     def _attach(self, token: bytes, sock: socket.socket, role: Role, peer: str) -> None:
         connection = self._accepted.get(token)
-        if connection is None or role not in (Role.OPENER_ASKS, Role.OPENER_SERVES):
-            raise PeerError(
-                "the peer shows a token of no connection",
-                phase="connect",
-                peer=peer,
-                now_true="the channel was dropped",
-                next_step="connect again",
-            )
-        connection.attach(sock, role)
+        # Through a plain listener of this side nobody joins an encrypted connection.
+        is_plain_role = role in (Role.OPENER_ASKS, Role.OPENER_SERVES)
+        if connection is None or connection.is_sealed or not is_plain_role:
+            raise unknown_token(peer)
+        connection.attach(Channel(sock), role)
 
 
 @contextlib.asynccontextmanager
-async def _given_up_on_failure(connection: SocketConnection) -> AsyncIterator[None]:
+async def given_up_on_failure(connection: SocketConnection) -> AsyncIterator[None]:
     """If the block raises, nothing is left of the connection."""
     try:
         yield
@@ -107,3 +116,14 @@ async def _given_up_on_failure(connection: SocketConnection) -> AsyncIterator[No
         connection.abort(error if isinstance(error, KVFerryError) else reason)
         await connection.close()
         raise
+
+
+def unknown_token(peer: str) -> PeerError:
+    """The error for a data channel that belongs to nobody."""
+    return PeerError(
+        "the peer shows a token of no connection",
+        phase="connect",
+        peer=peer,
+        now_true="the channel was dropped",
+        next_step="connect again",
+    )

@@ -1,61 +1,104 @@
-"""TCP: one control connection, and data sockets beside it that only its token can open.
+"""TCP: one control connection, and data sockets beside it that only its peer can open.
 
-Not encrypted, hence for loopback; another address is refused unless it says ``?plain=yes``.
+Off loopback it is encrypted, both sides with certificates (tcp_sealed.py); plain traffic may leave
+the host only where the address says ``?plain=yes`` and this side allows it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, LocalError, PeerError
 from kvferry.transport.address import Address, parse_address, parse_host_port
 from kvferry.transport.base import (
     Arrived,
     Connection,
     Copy,
     Direction,
+    Guard,
     Listener,
+    Memory,
     OnConnection,
 )
 from kvferry.transport.channel import Channel
 from kvferry.transport.connection import OpenChannel, SocketConnection
 from kvferry.transport.greeting import (
     Role,
+    cannot_connect,
     closing_on_failure,
     connect_timed_out,
     join,
+    read_greeting,
+    write_greeting,
 )
 from kvferry.transport.listening import SocketListener
 from kvferry.transport.patience import Patience
+from kvferry.transport.security import Identity
 from kvferry.transport.serving import Handler
-from kvferry.transport.socket_transport import SocketTransport
+from kvferry.transport.socket_transport import SocketTransport, given_up_on_failure, unknown_token
 from kvferry.transport.table import Part
 from kvferry.transport.tcp_data import ask_read, ask_write, serve_read, serve_write
 from kvferry.transport.tcp_socket import (
+    Place,
     congestion_notes,
     dial,
     host_port,
+    is_plain,
     listening_socket,
     resolve,
     set_options,
+    stays_here,
 )
 from kvferry.transport.wire import Operation, Request
+
+if TYPE_CHECKING:
+    from kvferry.transport.tcp_sealed import Sealing
 
 __all__ = ["TcpTransport"]
 
 OPTIONS = ("plain", "streams")
+# What a peer that takes this address for one of the other kind is told.
+_HINTS = {(Role.SEALED_CONTROL, False): Role.IS_PLAIN, (Role.CONTROL, True): Role.NEEDS_TLS}
+
+_log = logging.getLogger(__name__)
 
 
 class TcpConnection(SocketConnection):
-    """One peer over TCP."""
+    """One peer over TCP; with ``sealing``, encrypted."""
 
     scheme = "tcp"
     can_write = True
-    path = "tcp"
+
+    def __init__(
+        self,
+        memory: Memory,
+        guard: Guard,
+        peer_address: str,
+        sock: socket.socket,
+        *,
+        streams: int,
+        open_channel: OpenChannel | None = None,
+        sealing: Sealing | None = None,
+    ) -> None:
+        super().__init__(
+            memory,
+            guard,
+            peer_address,
+            streams=streams,
+            open_channel=open_channel,
+            tls=None if sealing is None else sealing.tls,
+        )
+        self.sealing = sealing
+        plain_path = "tcp" if stays_here(sock.getpeername()) else "tcp-plain"
+        self.path = plain_path if sealing is None else "tcp-sealed"
+        self.notes = congestion_notes(sock)
 
     def write(self, copy: Copy) -> Arrived:
         return self._copy(Direction.WRITE, copy)
@@ -76,25 +119,26 @@ class TcpConnection(SocketConnection):
         serve_read(channel, self.memory.array, request, patience)
 
     def _serve_write(self, channel: Channel, request: Request, patience: Patience) -> None:
-        serve_write(channel, self.memory.array, request, patience, self.guard)
+        serve_write(channel, self.memory.array, request, patience, guard=self.guard, path=self.path)
 
 
 class TcpTransport(SocketTransport):
-    """``tcp://HOST:PORT``, options ``plain=yes`` and ``streams=N``."""
+    """``tcp://HOST:PORT``, options ``plain=yes|no`` and ``streams=N``."""
 
     scheme = "tcp"
 
     async def listen(self, address: str, on_connection: OnConnection) -> Listener:
         parsed = parse_address(address, self.scheme, OPTIONS)
-        sock = listening_socket((await resolve(parsed))[0], address)
-        bound = Address(self.scheme, host_port(sock.getsockname()), parsed.options)
-
-        async def greet(accepted: socket.socket) -> None:
-            set_options(accepted)
-            peer = f"{self.scheme}://{host_port(accepted.getpeername())}"
-            await self._accept(accepted, peer, bound, on_connection)
-
-        return SocketListener(sock, str(bound), greet)
+        place = (await resolve(parsed))[0]
+        identity = self._identity_for(parsed, [place], is_ours=True)
+        is_local = stays_here(place[1])
+        sock = listening_socket(place, address)
+        # Peers go by what the address says, so it says what is not the rule.
+        said = {"plain": "no"} if identity is not None and is_local else {}
+        bound = Address(self.scheme, host_port(sock.getsockname()), {**parsed.options, **said})
+        if identity is None and not is_local:
+            _log.warning("%s: listens without encryption; KV blocks cross the network in plain", bound)
+        return SocketListener(sock, str(bound), partial(self._greet, bound, identity, on_connection))
 
     async def connect(self, address: str, timeout_seconds: float) -> Connection:
         parsed = parse_address(address, self.scheme, OPTIONS)
@@ -102,21 +146,128 @@ class TcpTransport(SocketTransport):
             raise InputError("address: port 0 is for listening; a peer has a port of its own")
         try:
             async with asyncio.timeout(timeout_seconds):
-                return await self._connect(parsed)
+                places = await resolve(parsed)
+                identity = self._identity_for(parsed, places, is_ours=False)
+                sock, place = await dial(places, address)
+                if identity is None and not stays_here(place[1]):
+                    _log.warning("%s: connected without encryption", address)
+                with closing_on_failure(sock):
+                    if identity is None:
+                        return await self._connect_plain(sock, place, parsed)
+                    return await self._connect_sealed(sock, place, parsed, identity)
         except TimeoutError as error:
             raise connect_timed_out(address, timeout_seconds) from error
 
-    async def _connect(self, address: Address) -> Connection:
-        sock, place = await dial(await resolve(address), str(address))
+    def _identity_for(self, address: Address, places: list[Place], *, is_ours: bool) -> Identity | None:
+        """With what to encrypt an address; None for a plain one. Raises InputError, LocalError."""
+        if is_plain(address, places, self.security, is_ours=is_ours):
+            return None
+        try:
+            import kvferry.transport.tcp_sealed  # noqa: F401, PLC0415 - an extra: found out before anything is opened
+        except ImportError as error:
+            raise LocalError(
+                f"{address}: encrypted transfers need the package cryptography ({error})",
+                phase="connect",
+                peer=str(address),
+                now_true="nothing is held",
+                next_step="pip install 'kvferry[tls]'",
+            ) from error
+        return self.security.identity
+
+    # Connecting.
+
+    async def _connect_plain(self, sock: socket.socket, place: Place, address: Address) -> Connection:
         token = bytearray()
 
-        async def open_channel(role: Role) -> socket.socket:
+        async def open_channel(role: Role) -> Channel:
             data, _ = await dial([place], str(address))
             await join(data, role, bytes(token), str(address))
-            return data
+            return Channel(data)
 
-        with closing_on_failure(sock):
-            return await self._begin(sock, address, open_channel, token)
+        return await self._begin(sock, address, open_channel, token)
+
+    async def _connect_sealed(
+        self, sock: socket.socket, place: Place, address: Address, identity: Identity
+    ) -> Connection:
+        from kvferry.transport.tcp_sealed import open_connection  # noqa: PLC0415 - an extra
+
+        async def open_channel(role: Role) -> Channel:
+            data, _ = await dial([place], str(address))
+            return await sealing.open_channel(data, role)
+
+        try:
+            sealing = await open_connection(sock, identity, parse_host_port(address)[0], str(address))
+        except OSError as error:
+            raise cannot_connect(str(address), error) from error
+        connection = TcpConnection(
+            self.memory,
+            self.guard,
+            str(address),
+            sock,
+            streams=address.streams,
+            open_channel=open_channel,
+            sealing=sealing,
+        )
+        async with given_up_on_failure(connection):
+            await connection.start(sock)
+        return connection
+
+    # Accepting.
+
+    async def _greet(
+        self, bound: Address, identity: Identity | None, on_connection: OnConnection, sock: socket.socket
+    ) -> None:
+        """A fresh socket; what speaks plain to an encrypted address, or the other way, is told so."""
+        set_options(sock)
+        where = sock.getpeername()
+        is_marked = identity is None and not stays_here(where)
+        peer = str(Address(self.scheme, host_port(where), {"plain": "yes"} if is_marked else {}))
+        role, token = await read_greeting(sock, peer)
+        hint = _HINTS.get((role, identity is not None))
+        if hint is not None:
+            await write_greeting(sock, hint)
+            raise PeerError(
+                "the peer speaks " + ("plain" if identity else "TLS") + ", this address does not",
+                phase="connect",
+                peer=peer,
+                now_true="it was told so and dropped",
+                next_step="use one address, with its options, on both sides",
+            )
+        if identity is None:
+            await self._take_in(sock, (role, token), peer, bound, on_connection)
+        elif role is Role.SEALED_CONTROL:
+            await self._accept_sealed(sock, peer, bound, identity, on_connection)
+        else:
+            await self._attach_sealed(sock, role, token, peer)
+
+    async def _accept_sealed(
+        self,
+        sock: socket.socket,
+        peer: str,
+        bound: Address,
+        identity: Identity,
+        on_connection: OnConnection,
+    ) -> None:
+        from kvferry.transport.tcp_sealed import begin_accepted  # noqa: PLC0415 - an extra
+
+        sealing, word = await begin_accepted(sock, identity, peer)
+        connection = TcpConnection(
+            self.memory, self.guard, peer, sock, streams=bound.streams, sealing=sealing
+        )
+        async with given_up_on_failure(connection):
+            self._accepted[sealing.keys.id] = connection
+            await sealing.tls.send(sock, word)
+            await connection.start(sock)
+            on_connection(connection)
+
+    async def _attach_sealed(self, sock: socket.socket, role: Role, token: bytes, peer: str) -> None:
+        from kvferry.transport.tcp_sealed import SEALED_ROLES  # noqa: PLC0415 - an extra
+
+        connection = self._accepted.get(token)
+        plain_role = SEALED_ROLES.get(role)
+        if not isinstance(connection, TcpConnection) or connection.sealing is None or plain_role is None:
+            raise unknown_token(peer)
+        connection.attach(await connection.sealing.accept_channel(sock, plain_role), plain_role)
 
     async def _say(self, sock: socket.socket) -> None:
         """The greeting is all."""
@@ -124,8 +275,6 @@ class TcpTransport(SocketTransport):
     async def _hear(
         self, sock: socket.socket, peer: str, address: Address, open_channel: OpenChannel | None
     ) -> SocketConnection:
-        connection = TcpConnection(
-            self.memory, self.guard, peer, streams=address.streams, open_channel=open_channel
+        return TcpConnection(
+            self.memory, self.guard, peer, sock, streams=address.streams, open_channel=open_channel
         )
-        connection.notes = congestion_notes(sock)
-        return connection

@@ -55,7 +55,9 @@ def serve_read(channel: Channel, array: Bytes, request: Request, patience: Patie
     send_frames(channel, Frames(array, request.offset, request.nbytes), patience.politely())
 
 
-def serve_write(channel: Channel, array: Bytes, request: Request, patience: Patience, guard: Guard) -> None:
+def serve_write(
+    channel: Channel, array: Bytes, request: Request, patience: Patience, *, guard: Guard, path: str
+) -> None:
     """Receive what an admitted peer writes, and tell the guard that it landed."""
     started = time.monotonic()
     frames = Frames(array, request.offset, request.nbytes)
@@ -64,7 +66,7 @@ def serve_write(channel: Channel, array: Bytes, request: Request, patience: Pati
     guard.landed(
         request.transfer_id,
         Arrived(
-            path="tcp",
+            path=path,
             seconds=time.monotonic() - started,
             piece_offset=request.offset,
             piece_nbytes=request.nbytes,

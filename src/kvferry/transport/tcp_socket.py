@@ -1,4 +1,4 @@
-"""TCP sockets as kvferry wants them: resolved, refused off loopback, with the options that were measured."""
+"""TCP sockets as kvferry wants them: resolved, plain or not, with the options that were measured."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ from kvferry.errors import InputError, TransportError
 from kvferry.transport.address import Address, parse_host_port
 from kvferry.transport.greeting import cannot_connect, closing_on_failure
 from kvferry.transport.listening import BACKLOG
+from kvferry.transport.security import Plain, Security
 
-__all__ = ["Place", "congestion_notes", "dial", "host_port", "listening_socket", "resolve", "set_options"]
+__all__ = [
+    "Place",
+    "congestion_notes",
+    "dial",
+    "host_port",
+    "is_plain",
+    "listening_socket",
+    "resolve",
+    "set_options",
+    "stays_here",
+]
 
 CONGESTION = "cubic"
 # An unanswered byte breaks the connection after this; an idle one is probed every few seconds.
@@ -27,24 +38,47 @@ Place = tuple[int, tuple[Any, ...]]
 
 
 async def resolve(address: Address) -> list[Place]:
-    """Where an address leads; every one of them loopback unless the address says ``plain=yes``.
-
-    Raises InputError for a malformed or unencrypted remote address, TransportError for an unknown host.
-    """
+    """Where an address leads. Raises InputError for a malformed one, TransportError for an unknown host."""
     host, port = parse_host_port(address)
-    is_plain_allowed = address.choice("plain", "yes", "no") == "yes"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         found = await _look_up(host, port, str(address))
-    places = list(dict.fromkeys((int(family), where) for family, _, _, _, where in found))
-    for _, where in places:
-        if not is_plain_allowed and not ipaddress.ip_address(where[0]).is_loopback:
+    return list(dict.fromkeys((int(family), where) for family, _, _, _, where in found))
+
+
+def stays_here(where: tuple[Any, ...]) -> bool:
+    """Whether a socket address is of the loopback interface, so that its bytes never leave the host."""
+    return ipaddress.ip_address(where[0].partition("%")[0]).is_loopback
+
+
+def is_plain(address: Address, places: list[Place], security: Security, *, is_ours: bool) -> bool:
+    """Whether an address is spoken to in plain: as it says, else exactly where it never leaves the host.
+
+    ``is_ours``: this side listens there, so the address is its own word; an address to connect to
+    may have come from anywhere, and cannot by itself make this side send in plain.
+
+    Raises InputError where that is not allowed, or where there is no identity to encrypt with.
+    """
+    said = address.choice("plain", "yes", "no")
+    is_local = all(stays_here(where) for _, where in places)
+    if said is None and is_ours and security.plain is Plain.NEVER:
+        said = "no"
+    if said == "no" or (said is None and not is_local):
+        if security.identity is None:
             raise InputError(
-                f"address: {where[0]} is not a loopback address, and traffic to it must be encrypted; "
-                "to send it in plain over a trusted network add ?plain=yes"
+                f"address: {address} must be encrypted, and this endpoint has no identity; "
+                "give it one (see `kvferry certs`), or, where the whole network is trusted, "
+                "add ?plain=yes and allow plain traffic anywhere"
             )
-    return places
+        return False
+    if security.plain is Plain.NEVER or not (is_local or is_ours or security.plain is Plain.ANYWHERE):
+        raise InputError(
+            f"address: {address} is plain, and this endpoint "
+            + ("never talks plain" if security.plain is Plain.NEVER else "talks plain on loopback only")
+            + "; let the peer listen encrypted, or allow plain traffic anywhere"
+        )
+    return True
 
 
 async def _look_up(host: str, port: int, address: str) -> list[Any]:

@@ -83,7 +83,7 @@ class Request:
             len(self.offset),
             len(self.chunk_id),
         )
-        return [head, self.offset, self.nbytes, self.chunk_end, self.chunk_id]
+        return [head, np.concatenate((self.offset, self.nbytes, self.chunk_end, self.chunk_id))]
 
 
 def tables_nbytes(head: bytes, peer: str) -> int:
