@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,22 @@ def test_a_killed_worker_is_an_error_and_leaves_nothing(role: str) -> None:
     assert demo.returncode == 1, (out, err)
     assert err.count("\n") == 1, err
     assert role in err
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+def test_an_interrupt_is_one_line_and_leaves_nothing() -> None:
+    """Ctrl-C, which the terminal sends to the whole process group, while workers start: exit 130."""
+    demo = subprocess.Popen(
+        [*COMMAND, "demo", "--model", "tiny", "--tokens", "900"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    this = psutil.Process(demo.pid)
+    wait_until(lambda: bool(this.children()), 60)
+    family = this.children(recursive=True)
+    os.killpg(demo.pid, signal.SIGINT)
+    out, err = demo.communicate(timeout=60)
+    assert (demo.returncode, out, err) == (130, "", "kvferry: interrupted\n")
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
 

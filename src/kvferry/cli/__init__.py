@@ -41,6 +41,7 @@ app = App(
     version=lambda: f"kvferry {metadata.version('kvferry')}",
     help_format="plaintext",
     result_action="return_value",
+    suppress_keyboard_interrupt=False,  # main says so
 )
 
 

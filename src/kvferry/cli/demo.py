@@ -97,7 +97,7 @@ def demo(
     if as_json:
         print_json(result)
     else:
-        show(result)
+        show(result, options.max_tokens)
     return 0 if result.identical else 1
 
 

@@ -62,10 +62,13 @@ def print_json(result: DemoResult) -> None:
     print(msgspec.json.encode(result).decode())
 
 
-def show(result: DemoResult) -> None:
+def show(result: DemoResult, max_tokens: int) -> None:
     """For a person: the text, the comparison, what moved, the timing split as bars."""
     console = Console()
     same = "identical" if result.identical else "NOT IDENTICAL"
+    ended = (
+        f" (the model ended its text; {max_tokens} were allowed)" if result.output_tokens < max_tokens else ""
+    )
     console.print(f"[bold]{result.model}[/bold], {result.prompt_tokens} prompt tokens, {result.mode}")
     console.print(result.text.strip(), style="italic", markup=False, highlight=False)
     console.print()
@@ -76,7 +79,10 @@ def show(result: DemoResult) -> None:
     )
     rate = f"{format_rate(result.bytes_per_second)}, {result.memcpy_ratio:.2f} of memcpy in one thread"
     for name, value in (
-        ("against one process", f"{same}: {result.output_tokens} tokens, and the bits of each step's logits"),
+        (
+            "against one process",
+            f"{same}: {result.output_tokens} tokens{ended}, and the bits of each step's logits",
+        ),
         ("moved", moved),
         ("carried by", f"{result.transport_used}, path {result.path}, {result.mode}"),
         ("rate", rate),

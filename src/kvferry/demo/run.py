@@ -181,10 +181,15 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | _ONE_THREAD,
+            process_group=0,  # Ctrl-C is the demo's: it ends its workers itself
         )
         self._reader = threading.Thread(target=self._read, name=f"demo-{self._job.role}")
-        self._reader.start()
-        self._tell(self._job)
+        try:  # Ctrl-C may come here too
+            self._reader.start()
+            self._tell(self._job)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def begin(self, begin: Begin) -> None:
@@ -222,7 +227,8 @@ class _Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join()
+        if self._reader.ident is not None:
+            self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()

@@ -131,7 +131,8 @@ def distribution(adjusted: Float64, parameters: SamplingParameters) -> Float64:
 
     Top-k and top-p rank by probability, the lower id first among equals; both keep at least one.
     """
-    p: Float64 = np.exp((adjusted - adjusted.max()) / parameters.temperature)
+    with np.errstate(over="ignore"):  # a temperature near 0 divides to -inf, whose exp is the 0 it should be
+        p: Float64 = np.exp((adjusted - adjusted.max()) / parameters.temperature)
     p[p < parameters.min_p * p.max()] = 0
     if parameters.top_k is None and parameters.top_p >= 1:
         return np.asarray(p / p.sum())

@@ -244,6 +244,7 @@ def _spawn(theirs: socket.socket, memory: Memory) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "kvferry.transfer", str(theirs.fileno())],
         pass_fds=(theirs.fileno(), memory.fd),
         stdin=subprocess.DEVNULL,
+        process_group=0,  # Ctrl-C goes to the engine, which decides when this ends
     )
 
 

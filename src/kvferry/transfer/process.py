@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import struct
 import sys
@@ -100,8 +99,6 @@ def _map_pool(config: NodeConfig) -> Memory:
 
 def main() -> None:
     """Entry of the child process."""
-    # Ctrl-C goes to the whole group: the engine decides when this ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     asyncio.run(serve(sock, None))
     os._exit(0)  # no thread of ours may hold up the end: everything was closed above
