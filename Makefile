@@ -17,7 +17,7 @@ $(VENV)/installed: pyproject.toml Makefile
 
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo 'adding the tools of the tests: about 145 MB'
-	@$(BIN)/python -m pip install --quiet --editable '.[dev,plot,plan,serve,tls]'
+	@$(BIN)/python -m pip install --quiet --editable '.[dev,grammar,plot,plan,serve,tls]'
 	@touch $@
 
 demo: $(VENV)/installed

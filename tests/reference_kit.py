@@ -140,7 +140,12 @@ def move(
             for group, table in zip(target.layout.groups, tables, strict=True)
         )
         expect = Expectation(
-            request_id=request_id, room=room, batch_slots=1, lease_seconds_left=1.0, estimated_seconds=0.0
+            request_id=request_id,
+            room=room,
+            batch_slots=1,
+            lease_seconds_left=1.0,
+            estimated_seconds=0.0,
+            compiled_grammars=None,
         )
         check_before_move(state, target.requirements(), expect)
         copy_kv(source, target, request_id, tables)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.engines.base import BlockTables, EngineAdapter
+from kvferry.engines.grammar import GrammarText, OutputGrammar, replayed_grammar
 from kvferry.engines.record import Cache, replay_of, request_of, state_of
 from kvferry.engines.request import Request, StepOutput, resolve_limits, resolve_sampling
 from kvferry.engines.sampler import TokenSampler
@@ -64,11 +65,17 @@ class LocalEngine(EngineAdapter):
         self._requests: dict[str, Request] = {}
 
     def submit(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParameters, limits: Limits
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParameters,
+        limits: Limits,
+        grammar: GrammarText | None = None,
     ) -> Request:
         """Take a request; a seed that is needed and not given is drawn here, once.
 
-        Raises InputError naming the field, or CapacityError; then nothing is held.
+        Raises InputError naming the field, LocalError where a grammar's library is not installed, or
+        CapacityError; then nothing is held.
         """
         self._check_free(request_id)
         if not 0 < len(prompt_ids) < self.max_context:
@@ -90,6 +97,7 @@ class LocalEngine(EngineAdapter):
             limits_from=0,
             sampler=self._make_sampler(sampling, prompt, prompt[:0], None),
             text=OutputText(self.tokenizer, limits.stop_strings),
+            grammar=None if grammar is None else self._compiled(grammar),
         )
         self._admit(request)
         self._requests[request_id] = request
@@ -124,7 +132,9 @@ class LocalEngine(EngineAdapter):
         self._check_callers(tables)
         ids, border = unpack_ids(state.tokens.ids), state.tokens.prompt_tokens
         sampler = self._make_sampler(state.sampling, ids[:border], ids[border:], state.rng)
-        request = request_of(state, sampler, self.tokenizer)
+        kinds = self.requirements().grammar_kinds
+        grammar = replayed_grammar(state, kinds, self.tokenizer, self.vocab_size)
+        request = request_of(state, sampler, self.tokenizer, grammar=grammar)
         built = self._build(state, tables)
         try:
             verify_finite(state, built.recurrent)
@@ -188,6 +198,12 @@ class LocalEngine(EngineAdapter):
     def _advance(self, requests: list[Request]) -> list[StepOutput]:
         self._run_pending([request for request in requests if request.pending is not None])
         return [request.advance(self.max_context) for request in requests]
+
+    def _compiled(self, given: GrammarText) -> OutputGrammar:
+        grammar = OutputGrammar(given, self.tokenizer, self.vocab_size)
+        if grammar.name not in self.requirements().grammar_kinds:
+            raise InputError(f"grammar: this engine takes no {grammar.name}")
+        return grammar
 
     def _check_free(self, request_id: str) -> None:
         if request_id in self._requests:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from kvferry.engines.grammar import OutputGrammar
 from kvferry.engines.request import Request
 from kvferry.engines.sampler import TokenSampler
 from kvferry.engines.text import OutputText, Tokenizer
@@ -19,6 +20,7 @@ from kvferry.state import (
     Exactness,
     ExecutionState,
     Fingerprint,
+    Grammar,
     GroupBlocks,
     InlineTensor,
     LayerState,
@@ -29,6 +31,7 @@ from kvferry.state import (
     TextPosition,
     Tokens,
     Usage,
+    grammar_digest,
     ids_digest,
     pack_ids,
     unpack_ids,
@@ -72,6 +75,7 @@ def state_of(
         limits=request.limits_left(),
         rng=request.sampler.rng(),
         draft=cache.draft,
+        grammar=_grammar(request),
         text=_text(request),
         encoder=cache.encoder,
         usage=Usage(prompt_tokens=request.prompt_tokens),
@@ -80,19 +84,22 @@ def state_of(
 
 
 def request_of(
-    state: ExecutionState, sampler: TokenSampler, tokenizer: Tokenizer, blocks: Sequence[int] = ()
+    state: ExecutionState,
+    sampler: TokenSampler,
+    tokenizer: Tokenizer,
+    blocks: Sequence[int] = (),
+    grammar: OutputGrammar | None = None,
 ) -> Request:
     """A request made of a state that passed the checks before the move, visible to nobody yet.
 
-    ``sampler``: rebuilt from the state by the engine; ``blocks``: those that hold its KV, for an
-    engine that works in them. Raises IncompatibleError for what no engine here continues, though
+    ``sampler`` and ``grammar``: rebuilt from the state by the engine; ``blocks``: those that hold its
+    KV, for an engine that works in them. Raises IncompatibleError for what no engine here continues, though
     the record may hold it.
     """
-    for field, value in (("grammar", state.grammar), ("logprobs", state.logprobs)):
-        if value is not None:
-            raise IncompatibleError(
-                f"{field}: this engine cannot continue a request with one", request_id=state.request_id
-            )
+    if state.logprobs is not None:
+        raise IncompatibleError(
+            "logprobs: this engine cannot continue a request with them", request_id=state.request_id
+        )
     if state.text is None or state.positions != Positions(next=state.kv_tokens):
         raise IncompatibleError(
             "text and positions: this engine needs the text position, and positions that count the tokens",
@@ -110,6 +117,7 @@ def request_of(
         limits_from=len(ids) - border,
         sampler=sampler,
         text=text,
+        grammar=grammar,
         blocks=list(blocks),
         kv_tokens=state.kv_tokens,
         pending=state.tokens.pending,
@@ -125,6 +133,7 @@ def replay_of(request: Request) -> Replay:
         prompt_tokens=tokens.prompt_tokens,
         rng=request.sampler.rng(),
         text=_text(request),
+        grammar_mask_digest=None if request.grammar is None else request.grammar.mask_digest(),
     )
 
 
@@ -137,6 +146,19 @@ def _tokens(request: Request) -> Tokens:
         emitted_tokens=len(request.ids) - request.prompt_tokens,
         pending=request.pending,
         last_logits=None if logits is None else InlineTensor.of(logits),
+    )
+
+
+def _grammar(request: Request) -> Grammar | None:
+    grammar = request.grammar
+    if grammar is None:
+        return None
+    return Grammar(
+        kind=grammar.name,
+        text=grammar.text,
+        digest=grammar_digest(grammar.name, grammar.text),
+        accepted_tokens=len(request.output_ids),
+        mask_digest=grammar.mask_digest(),
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.engines.grammar import OutputGrammar
 from kvferry.engines.sampler import TokenSampler, logprob
 from kvferry.engines.text import OutputText
 from kvferry.errors import InputError
@@ -29,6 +30,7 @@ class FinishReason(enum.StrEnum):
 
     STOP_TOKEN = "stop_token"  # noqa: S105
     STOP_STRING = "stop_string"
+    GRAMMAR = "grammar"  # nothing can follow
     LENGTH = "length"
 
 
@@ -62,6 +64,7 @@ class Request:
     limits_from: int
     sampler: TokenSampler
     text: OutputText
+    grammar: OutputGrammar | None = None
     blocks: list[int] = field(default_factory=list)
     kv_tokens: int = 0
     pending: int | None = None
@@ -95,7 +98,7 @@ class Request:
     def forbidden(self, ahead: Sequence[int] = ()) -> list[int]:
         """Ids that may not come next, or after drafts ``ahead``.
 
-        Stop tokens before the minimum, and the ends of bad sequences.
+        Stop tokens before the minimum, the ends of bad sequences, what does not fit the grammar.
         """
         outputs = [*self.output_ids, *ahead]
         out = list(self.limits.stop_token_ids) if self.limits_left().min_tokens_left > len(ahead) else []
@@ -103,7 +106,7 @@ class Request:
             *head, last = unpack_ids(sequence).tolist()
             if not head or outputs[-len(head) :] == head:
                 out.append(last)
-        return out
+        return out if self.grammar is None else out + np.flatnonzero(~self.grammar.allowed(ahead)).tolist()
 
     def advance(self, max_context: int) -> StepOutput:
         """Sample from ``last_logits``, and take the token into ids, text and limits."""
@@ -115,11 +118,15 @@ class Request:
         """Take a token that was chosen from ``logits`` into ids, text and limits; it is then pending."""
         self.ids.append(token)
         self.pending = token
+        if self.grammar is not None:
+            self.grammar.accept([token])
         left = self.limits_left()
         if token in self.limits.stop_token_ids:
             self.finish = FinishReason.STOP_TOKEN
         elif self.text.push(token, can_stop=left.min_tokens_left == 0):
             self.finish = FinishReason.STOP_STRING
+        elif self.grammar is not None and self.grammar.is_done():
+            self.finish = FinishReason.GRAMMAR
         elif left.max_tokens_left == 0 or len(self.ids) >= max_context:
             self.finish = FinishReason.LENGTH
         text = self.text.take(is_last=self.finish is not None)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.errors import LocalError
 from kvferry.state import Rng, RngKind, SamplingParameters, unpack_ids
 
 __all__ = ["Sampler", "TokenSampler", "distribution", "logprob", "uniform"]
@@ -113,7 +114,10 @@ class Sampler:
         return uniform(self.parameters.seed, self.draws - 1)
 
     def adjusted(self, logits: NDArray[np.float32], forbidden: Sequence[int] = ()) -> Float64:
-        """Logits after masks, bias and penalties, float64 (vocab_size,)."""
+        """Logits after masks, bias and penalties, float64 (vocab_size,).
+
+        Raises LocalError where they leave no token.
+        """
         given = self.parameters
         x: Float64 = logits.astype(np.float64) + self._bias
         x[list(forbidden)] = -np.inf
@@ -123,6 +127,11 @@ class Sampler:
         )
         x -= given.frequency_penalty * self._output_counts
         x -= given.presence_penalty * (self._output_counts > 0)
+        if not (x > -np.inf).any():
+            raise LocalError(
+                "no token may come next: allowed tokens, bias, grammar and limits leave none",
+                next_step="release the request: its parameters contradict each other",
+            )
         return x
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 __all__ = ["NoTokenizer", "OutputText", "Tokenizer"]
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Hashable, Protocol):
     """What an engine needs of a tokenizer: its identity, and each id as the bytes that it stands for."""
 
     @property

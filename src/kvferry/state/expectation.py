@@ -27,7 +27,8 @@ class Expectation(Record, frozen=True, kw_only=True):
     announced for this request. ``lease_seconds_left`` was counted by this side's clock since the
     state arrived, ``estimated_seconds`` is the planned time of the rest: move and load.
     ``known_multimodal`` and ``compiled_grammars`` (digests) are what this side has ready for the
-    request. ``parts``: optional fields of the record that the request is known to need here (a
+    request; the latter None where the engine compiles a grammar as it imports (check 15 then compares
+    the masks). ``parts``: optional fields of the record that the request is known to need here (a
     grammar, log-probabilities), so that a peer which forgot one is found out. ``bytes_moved``: KV
     bytes that have arrived already (a push layer by layer).
     """
@@ -40,6 +41,6 @@ class Expectation(Record, frozen=True, kw_only=True):
     lease_seconds_left: float
     estimated_seconds: float
     known_multimodal: tuple[Name, ...] = ()
-    compiled_grammars: tuple[Digest, ...] = ()
+    compiled_grammars: tuple[Digest, ...] | None = ()
     parts: tuple[Name, ...] = ()
     bytes_moved: Count = 0

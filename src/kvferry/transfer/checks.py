@@ -170,6 +170,7 @@ def _expectation(
         batch_slots=1,
         lease_seconds_left=session.lease_deadline - time.monotonic(),
         estimated_seconds=0.0,
+        compiled_grammars=None,  # the engine's own affair: it compiles before the request is visible
         bytes_moved=session.payload.nbytes,
     )
 

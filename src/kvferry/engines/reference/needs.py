@@ -7,6 +7,7 @@ from functools import cache
 import msgspec
 import numpy as np
 
+from kvferry.engines.grammar import grammar_kinds
 from kvferry.engines.reference.forward import Decoder, Span
 from kvferry.engines.reference.pool import PagedPool
 from kvferry.engines.reference.speculative import Drafter
@@ -53,6 +54,7 @@ def requirements(model: Model, pool: PagedPool, drafter: Drafter | None) -> Requ
         cache=_tensor_needs(pool, name),
         groups=tuple(groups),
         rng_kinds=(RngKind.PHILOX,),
+        grammar_kinds=grammar_kinds(),
         draft=None if drafter is None else _draft_need(model, pool, drafter),
         proven=(Conversion.LAYOUT, Conversion.BLOCK_TOKENS, Conversion.PARALLEL),
     )

@@ -92,6 +92,8 @@ class Drafter:
         if own.drafts:
             return
         for _ in range(self.round_length(request)):
+            if request.grammar is not None and request.grammar.is_done(own.tokens):
+                return
             adjusted = sampler.adjusted(self._run(request, [token]), request.forbidden(own.tokens))
             probs = distribution(adjusted, sampler.parameters) if sampler.parameters.temperature else None
             token = int(adjusted.argmax()) if probs is None else sampler.draw(probs)
