@@ -63,22 +63,33 @@ def rows(
     return found
 
 
-def row_nbytes(layout: PoolLayout) -> dict[tuple[int, str, int], int]:
-    size = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+
+
+def row_bytes(tensor: TensorLayout) -> list[int]:
+    """The bytes of one row, counted from its first, element by element."""
+    size = SIZE[tensor.dtype]
+    step = tensor.dim_stride or size
+    return [element * step + byte for element in range(tensor.head_dim) for byte in range(size)]
+
+
+def row_forms(layout: PoolLayout) -> dict[tuple[int, str, int], list[int]]:
     return {
-        (tensor.layer, tensor.role.value, tensor.part): tensor.head_dim * size[tensor.dtype]
+        (tensor.layer, tensor.role.value, tensor.part): row_bytes(tensor)
         for group in layout.groups
         for tensor in group.tensors
     }
 
 
-def byte_pairs(src_rows: dict[RowKey, int], dst_rows: dict[RowKey, int], layout: PoolLayout) -> set[Pair]:
+def byte_pairs(
+    src_rows: dict[RowKey, int], dst_rows: dict[RowKey, int], src: PoolLayout, dst: PoolLayout
+) -> set[Pair]:
     """(source byte, destination byte) of every byte that both sides have."""
-    widths = row_nbytes(layout)
+    forms, others = row_forms(src), row_forms(dst)
     return {
-        (src_rows[key] + i, dst_rows[key] + i)
+        (src_rows[key] + i, dst_rows[key] + j)
         for key in src_rows.keys() & dst_rows.keys()
-        for i in range(widths[key[:3]])
+        for i, j in zip(forms[key[:3]], others[key[:3]], strict=True)
     }
 
 
@@ -106,7 +117,7 @@ def source_order(
                         for head in range(tensor.heads):
                             byte = row_at(group, tensor, table, entry, head)
                             unit = chunk_unit(group, cluster, entry, chunk_nbytes)
-                            for i in range(row_nbytes(layout)[layer, tensor.role.value, tensor.part]):
+                            for i in row_bytes(tensor):
                                 places[byte + i] = (group_index, layer, cluster[0].offset, *unit, byte + i)
     return places
 
@@ -128,7 +139,7 @@ def clusters(group: GroupLayout, layer: int) -> list[list[TensorLayout]]:
         else:
             found.append([tensor])
             stop = 0
-        stop = max(stop, max(rows_in_block) + tensor.row_nbytes)
+        stop = max(stop, max(rows_in_block) + max(row_bytes(tensor)) + 1)
     return found
 
 
@@ -181,5 +192,5 @@ def all_bytes(layout: PoolLayout) -> Iterator[tuple[str, int]]:
                     + entry * tensor.token_stride
                     + head * tensor.head_stride
                 )
-                for i in range(tensor.row_nbytes):
+                for i in row_bytes(tensor):
                     yield f"{tensor.layer}/{tensor.role}/{tensor.part}", start + i

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from hypothesis import strategies as st
 
 from kvferry.layout import BlockTable, GroupLayout, LayerKind, PoolLayout, Role, TensorLayout
 
-AXES = ("layer", "role", "block", "token", "head")
+AXES = ("layer", "role", "block", "token", "head", "dim")
+FLOATS = ("float32", "float16", "bfloat16")
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class GroupModel:
     heads: int
     widths: dict[Role, int]  # head_dim by role
     dtype: str
+    is_split: bool
     window: int | None = None
     tokens_per_entry: int = 1
     encoder_tokens: int | None = None
@@ -48,9 +51,12 @@ ROLES = {
 
 
 @st.composite
-def group_models(draw: st.DrawFn, first_layer: int, kinds: Collection[LayerKind]) -> GroupModel:
+def group_models(
+    draw: st.DrawFn, first_layer: int, kinds: Collection[LayerKind], *, can_split: bool = False
+) -> GroupModel:
     kind = draw(st.sampled_from([*kinds]))
-    equal = draw(st.booleans())
+    is_split = kind is not LayerKind.LINEAR and draw(st.integers(0, 3)) == 0
+    equal = is_split or can_split or draw(st.booleans())  # the overlap check wants like axes of split tensors
     width = draw(st.integers(1, 3))
     return GroupModel(
         kind,
@@ -58,6 +64,7 @@ def group_models(draw: st.DrawFn, first_layer: int, kinds: Collection[LayerKind]
         1 if kind is LayerKind.MLA else draw(st.integers(1, 3)),
         {role: width if equal else draw(st.integers(1, 3)) for role in ROLES[kind]},
         draw(st.sampled_from(["float16", "uint8"])),
+        is_split,
         window=draw(st.integers(1, 12)) if kind is LayerKind.SLIDING else None,
         tokens_per_entry=draw(st.sampled_from([2, 4])) if kind is LayerKind.COMPRESSED else 1,
         encoder_tokens=draw(st.integers(0, 9)) if kind is LayerKind.CROSS else None,
@@ -66,9 +73,25 @@ def group_models(draw: st.DrawFn, first_layer: int, kinds: Collection[LayerKind]
 
 @st.composite
 def group_layouts(
-    draw: st.DrawFn, model: GroupModel, name: str, layers: Sequence[int], base: int, *, all_heads: bool
+    draw: st.DrawFn,
+    model: GroupModel,
+    name: str,
+    layers: Sequence[int],
+    base: int,
+    *,
+    all_heads: bool,
+    is_unlike: bool = False,
 ) -> tuple[GroupLayout, int]:
-    """One side's way to lay out a group from byte ``base`` on: any nesting of the axes, with gaps."""
+    """One side's way to lay out a group from byte ``base`` on: any nesting of the axes, with gaps.
+
+    ``is_unlike``: this side's own float dtype, and elements of a row that touch or not as it likes.
+    """
+    if is_unlike:
+        model = replace(
+            model,
+            dtype=draw(st.sampled_from(FLOATS)) if model.dtype != "uint8" else "uint8",
+            is_split=model.kind is not LayerKind.LINEAR and draw(st.booleans()),
+        )
     is_state = model.kind is LayerKind.LINEAR
     block_size = None if is_state else model.tokens_per_entry * draw(st.integers(1, 6))
     num_blocks = draw(st.integers(1, 3)) if is_state else 24
@@ -80,12 +103,15 @@ def group_layouts(
         "block": num_blocks,
         "token": 1 if block_size is None else block_size // model.tokens_per_entry,
         "head": heads,
+        "dim": max(model.widths.values()),
     }
     gap = st.sampled_from([0, 0, 0, 1, 8])
-    row = max(model.widths.values()) * (2 if model.dtype == "float16" else 1)
-    covered, stride = row, {}
-    for axis in reversed(draw(st.permutations(AXES))):
-        stride[axis] = covered + draw(gap)
+    covered, stride = ITEMSIZE[model.dtype], {}
+    axes = draw(st.permutations(AXES if model.is_split else AXES[:-1]))
+    for axis in reversed(axes if model.is_split else [*axes, "dim"]):
+        stride[axis] = covered + (draw(gap) if axis != "dim" or model.is_split else 0)
+        if axis == "dim" and model.is_split:
+            stride[axis] = max(stride[axis], 2 * ITEMSIZE[model.dtype])
         covered = stride[axis] * (counts[axis] - 1) + covered
     tensors = [
         TensorLayout(
@@ -99,6 +125,7 @@ def group_layouts(
             heads=heads,
             head_dim=width,
             head_start=start,
+            dim_stride=stride["dim"] if model.is_split else 0,
         )
         for i, layer in enumerate(layers)
         for j, (role, width) in enumerate(model.widths.items())
@@ -146,12 +173,23 @@ def splits(draw: st.DrawFn, group: GroupLayout) -> list[GroupLayout]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, same_split: bool = False, kinds: Collection[LayerKind] = tuple(ROLES)) -> Case:
-    """Two layouts of one or two kinds of layers, with unlike layers and heads unless ``same_split``."""
+def cases(
+    draw: st.DrawFn,
+    *,
+    same_split: bool = False,
+    kinds: Collection[LayerKind] = tuple(ROLES),
+    is_unlike: bool = False,
+) -> Case:
+    """Two layouts of one or two kinds of layers, with unlike layers and heads unless ``same_split``.
+
+    ``is_unlike``: pairs that only a conversion bridges, in dtype and in how a row's elements lie.
+    """
     tokens = draw(st.integers(0, 20))
     models: list[GroupModel] = []
     for _ in range(draw(st.integers(1, 2))):
-        models.append(draw(group_models(sum(len(model.layers) for model in models), kinds)))
+        models.append(
+            draw(group_models(sum(len(model.layers) for model in models), kinds, can_split=is_unlike))
+        )
     sides: list[tuple[list[tuple[GroupModel, GroupLayout]], int]] = []
     for _ in range(2):
         groups: list[tuple[GroupModel, GroupLayout]] = []
@@ -161,7 +199,9 @@ def cases(draw: st.DrawFn, *, same_split: bool = False, kinds: Collection[LayerK
             if not same_split:  # the middle layer is on both sides, its neighbours may not be
                 middle = len(layers) // 2
                 layers = layers[draw(st.integers(0, middle)) : draw(st.integers(middle + 1, len(layers)))]
-            group, base = draw(group_layouts(model, f"g{number}", layers, base, all_heads=same_split))
+            group, base = draw(
+                group_layouts(model, f"g{number}", layers, base, all_heads=same_split, is_unlike=is_unlike)
+            )
             groups += [(model, part) for part in draw(splits(group))]
         sides.append((draw(st.permutations(groups)), base + draw(st.integers(0, 4))))
     slots = draw(st.integers(1, min(group.num_blocks for groups, _ in sides for _, group in groups)))

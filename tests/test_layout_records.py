@@ -114,7 +114,7 @@ def test_no_change_of_a_number_hides_an_overlap(case: Case, data: st.DataObject)
         ({"offset": 995}, "layer 0 key: ends at byte 1007, the pool has nbytes 1000"),
         ({"num_blocks": 0}, "num_blocks: 0"),
         ({"block_size": 0}, "block_size: 0"),
-        ({"block_size": None}, "token_stride must be 0"),
+        ({"block_size": None}, "token_stride and dim_stride must be 0"),
         ({"nbytes": 0}, "nbytes: 0"),
         ({"nbytes": 1 << 60}, "nbytes: "),
     ],

@@ -31,6 +31,7 @@ def paged_pool(
     alignment: int,
     name: str,
     window: int | None,
+    transposed_keys: bool,
 ) -> PoolLayout:
     """See ``PoolLayout.paged``."""
     if axis_order not in AXIS_ORDERS:
@@ -39,11 +40,11 @@ def paged_pool(
         raise InputError(f"dtype: {dtype!r} is not known; known are {', '.join(ITEMSIZE)}")
     if not layers:
         raise InputError("layers: empty")
-    for field, value in (("kv_heads", kv_heads), ("head_dim", head_dim), ("block_size", block_size)):
-        check_int(field, value, 1, MAX_NBYTES)
-    check_int("num_blocks", num_blocks, 1, MAX_NBYTES)
-    check_int("alignment", alignment, 1, MAX_NBYTES)
-    row = head_dim * ITEMSIZE[dtype]
+    _check_counts(kv_heads, head_dim, block_size, num_blocks, alignment)
+    if transposed_keys and axis_order != "HND":
+        raise InputError("transposed_keys: only blocks of order HND keep a head's keys together")
+    itemsize = ITEMSIZE[dtype]
+    row = head_dim * itemsize
     token_stride, head_stride = (kv_heads * row, row) if axis_order == "NHD" else (row, block_size * row)
     body = block_size * kv_heads * row
     roles = (Role.KEY, Role.VALUE)
@@ -55,6 +56,7 @@ def paged_pool(
             # The index of this tensor's region, and its place inside a block of that region.
             outer = (0 if cross_layer else i) * (1 if joined_kv else len(roles)) + (0 if joined_kv else j)
             inner = (i if cross_layer else 0) * (len(roles) if joined_kv else 1) + (j if joined_kv else 0)
+            is_transposed = transposed_keys and role is Role.KEY
             tensors.append(
                 TensorLayout(
                     layer,
@@ -62,17 +64,29 @@ def paged_pool(
                     dtype,
                     offset=outer * region + inner * body,
                     block_stride=block_stride,
-                    token_stride=token_stride,
+                    token_stride=itemsize if is_transposed else token_stride,
                     head_stride=head_stride,
                     heads=kv_heads,
                     head_dim=head_dim,
                     head_start=head_start,
+                    dim_stride=block_size * itemsize if is_transposed else 0,
                 )
             )
     regions = (1 if cross_layer else len(layers)) * (1 if joined_kv else len(roles))
     kind = LayerKind.FULL if window is None else LayerKind.SLIDING
     group = GroupLayout(name, kind, block_size, num_blocks, tuple(tensors), window)
     return PoolLayout((group,), regions * region)
+
+
+def _check_counts(kv_heads: int, head_dim: int, block_size: int, num_blocks: int, alignment: int) -> None:
+    for field, value in (
+        ("kv_heads", kv_heads),
+        ("head_dim", head_dim),
+        ("block_size", block_size),
+        ("num_blocks", num_blocks),
+        ("alignment", alignment),
+    ):
+        check_int(field, value, 1, MAX_NBYTES)
 
 
 def beside(pools: Sequence[PoolLayout], alignment: int) -> PoolLayout:

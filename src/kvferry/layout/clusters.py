@@ -143,8 +143,9 @@ def _joined(group: GroupLayout, tensors: list[TensorLayout]) -> Iterator[tuple[T
 
 
 def _block_extent(group: GroupLayout, tensor: TensorLayout) -> int:
-    inner = (group.entries_per_block - 1) * tensor.token_stride + (tensor.heads - 1) * tensor.head_stride
-    return inner + tensor.row_nbytes
+    dims, dim_stride, inner_nbytes = tensor.inner
+    outer = (group.entries_per_block - 1) * tensor.token_stride + (tensor.heads - 1) * tensor.head_stride
+    return outer + (dims - 1) * dim_stride + inner_nbytes
 
 
 def chunk_name(layout: PoolLayout, chunk_id: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import MappingProxyType
 
+from kvferry.layout.conversion import Conversions, conversion_refusals
 from kvferry.layout.records import GroupLayout, PoolLayout, TensorLayout
 from kvferry.layout.words import Role
 
@@ -28,13 +29,14 @@ def places(layout: PoolLayout) -> MappingProxyType[Key, Place]:
     )
 
 
-def mismatches(src: PoolLayout, dst: PoolLayout) -> tuple[str, ...]:
+def mismatches(src: PoolLayout, dst: PoolLayout, allowed: Conversions | None = None) -> tuple[str, ...]:
     """Why no plan can copy between two layouts, in words, each naming the tensor and the field.
 
-    Empty when a plan exists for the layers that both hold; the order of the two does not matter
-    except in the wording ("this against that"). Unlike block sizes, strides, axis orders, head
-    ranges and layer sets are no mismatch. That ranks together cover every layer and head is
-    ``rank_plan``'s to say. Raises nothing.
+    Empty when a plan exists for the layers that both hold, or, with ``allowed``, one that converts.
+    Without conversions the order of the two does not matter except in the wording ("this against
+    that"); with them it does: bfloat16 widens to float32 exactly and not back. Unlike block sizes,
+    strides, axis orders, head ranges and layer sets are no mismatch. That ranks together cover every
+    layer and head is ``rank_plan``'s to say. Raises nothing.
     """
     ours, theirs = places(src), places(dst)
     shared = {layer for layer, _, _ in ours} & {layer for layer, _, _ in theirs}
@@ -47,7 +49,7 @@ def mismatches(src: PoolLayout, dst: PoolLayout) -> tuple[str, ...]:
             continue
         name = role.value + (f" part {part}" if part else "")
         if key in ours and key in theirs:
-            for reason in _unlike(src, ours[key], dst, theirs[key]):
+            for reason in _unlike(src, ours[key], dst, theirs[key], allowed):
                 found[f"{name} {reason}"].add(layer)
         else:
             found[
@@ -56,11 +58,13 @@ def mismatches(src: PoolLayout, dst: PoolLayout) -> tuple[str, ...]:
     return tuple(f"{reason} (layers {layer_ranges(layers)})" for reason, layers in found.items())
 
 
-def _unlike(src: PoolLayout, ours: Place, dst: PoolLayout, theirs: Place) -> Iterator[str]:
+def _unlike(
+    src: PoolLayout, ours: Place, dst: PoolLayout, theirs: Place, allowed: Conversions | None
+) -> Iterator[str]:
     (group_index, a), (other_index, b) = ours, theirs
     group, other = src.groups[group_index], dst.groups[other_index]
+    yield from conversion_refusals(a, b, allowed)
     for field, this, that in (
-        ("dtype", a.dtype, b.dtype),
         ("head_dim", a.head_dim, b.head_dim),
         ("kind", group.kind.value, other.kind.value),
         ("window", group.window, other.window),

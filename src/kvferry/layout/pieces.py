@@ -72,29 +72,31 @@ def paged_rows(part: Part, cut: Segments) -> Pieces:
     """
     src = part.src.offset + cut.src_block * part.src.block + cut.src_entry * part.src.token
     dst = part.dst.offset + cut.dst_block * part.dst.block + cut.dst_entry * part.dst.token
-    width, heads = part.row_nbytes, part.heads
-    if part.src.head == part.dst.head == width:
+    width, heads = part.run_nbytes, part.heads
+    if part.dims == 1 and part.src.head == part.dst.head == width:
         width, heads = width * heads, 1
     if part.src.token == part.dst.token == width:
         return _spread_heads(Pieces(src, dst, cut.count * width, cut.start), part, heads)
-    limited(int(cut.count.sum()) * heads)
+    limited(int(cut.count.sum()) * heads * part.dims)
     rows = Pieces(src, dst, np.full(src.size, width), cut.start)
     if heads > 1 and part.src.head > part.src.token:  # in the source's order, which saves sorting
         rows = _spread_heads(rows, part, heads)
-        return _spread_entries(rows, part, np.repeat(cut.count, heads))
+        return _spread_entries(rows, part, np.repeat(cut.count, heads * part.dims))
     return _spread_heads(_spread_entries(rows, part, cut.count), part, heads)
 
 
 def _spread_heads(rows: Pieces, part: Part, heads: int) -> Pieces:
-    if heads == 1:
+    """Each piece once for each head, and for each element where those lie apart."""
+    runs = heads * part.dims
+    if runs == 1:
         return rows
-    limited(rows.src.size * heads)
-    head = np.arange(heads)
+    limited(rows.src.size * runs)
+    head, dim = np.divmod(np.arange(runs), part.dims)
     return Pieces(
-        np.add.outer(rows.src, head * part.src.head).ravel(),
-        np.add.outer(rows.dst, head * part.dst.head).ravel(),
-        np.repeat(rows.nbytes, heads),
-        np.repeat(rows.entry, heads),
+        np.add.outer(rows.src, head * part.src.head + dim * part.src.dim).ravel(),
+        np.add.outer(rows.dst, head * part.dst.head + dim * part.dst.dim).ravel(),
+        np.repeat(rows.nbytes, runs),
+        np.repeat(rows.entry, runs),
     )
 
 
@@ -111,7 +113,7 @@ def _spread_entries(rows: Pieces, part: Part, counts: Int64) -> Pieces:
 
 def slot_rows(part: Part, src: Blocks, dst: Blocks, grid: ChunkGrid) -> Pieces:
     """Pieces of one state tensor: each slot's heads, cut where a chunk ends. Entries are bytes."""
-    row = part.row_nbytes
+    row = part.run_nbytes
     rows = _spread_heads(
         Pieces(
             part.src.offset + src.ids * part.src.block,

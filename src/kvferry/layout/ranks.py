@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvferry.errors import IncompatibleError
+from kvferry.layout.conversion import Conversions
 from kvferry.layout.match import Key, layer_ranges, mismatches, places
 from kvferry.layout.records import PoolLayout
 from kvferry.layout.words import Role
@@ -38,17 +39,20 @@ class _Unit:
     holders: tuple[int, ...]
 
 
-def rank_plan(src: Sequence[PoolLayout], dst: Sequence[PoolLayout]) -> tuple[RankMove, ...]:
+def rank_plan(
+    src: Sequence[PoolLayout], dst: Sequence[PoolLayout], allowed: Conversions | None = None
+) -> tuple[RankMove, ...]:
     """Cover every layer and head of every destination rank, each byte from one source rank.
 
     Heads that several source ranks hold (MLA, KV heads replicated under tensor parallelism)
     cross once for each destination rank that wants them, and the ranks that hold them take turns:
     by destination where that comes out even (fewest connections), else by layer as well.
+    ``allowed``: pairs that these conversions bridge match too.
 
     Raises IncompatibleError naming tensors and fields where a pair of ranks does not match, or
     the layers and heads that no source rank holds.
     """
-    _check_pairs(src, dst)
+    _check_pairs(src, dst, allowed)
     holders, wanted = _by_tensor(src), _by_tensor(dst)
     kinds = {key: rank.groups[group].kind for rank in dst for key, (group, _) in places(rank).items()}
     turns: Counter[tuple[object, ...]] = Counter()
@@ -78,11 +82,11 @@ def rank_plan(src: Sequence[PoolLayout], dst: Sequence[PoolLayout]) -> tuple[Ran
     return _merged(moves)
 
 
-def _check_pairs(src: Sequence[PoolLayout], dst: Sequence[PoolLayout]) -> None:
+def _check_pairs(src: Sequence[PoolLayout], dst: Sequence[PoolLayout], allowed: Conversions | None) -> None:
     for i, source in enumerate(src):
         for j, target in enumerate(dst):
             if not set(source.layers).isdisjoint(target.layers):
-                reasons = mismatches(source, target)
+                reasons = mismatches(source, target, allowed)
                 if reasons:
                     raise IncompatibleError(f"source rank {i} and destination rank {j}: {'; '.join(reasons)}")
 

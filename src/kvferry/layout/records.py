@@ -2,12 +2,12 @@
 
 The byte of (block b, token t, head h, element d) of a tensor is
 
-    offset + b * block_stride + t * token_stride + h * head_stride + d * itemsize
+    offset + b * block_stride + t * token_stride + h * head_stride + d * dim_stride
 
-so every axis order, K and V joined or apart, and one region for each layer or one for all are
-the same record with other numbers. Recurrent state has a slot instead of a block and no token
-axis. Layouts come from the peer in a handshake, so each record checks itself when it is made,
-decoded ones too, in exact integers and without allocating by what it says.
+so every axis order, K and V joined or apart, one region for each layer or one for all, and keys that
+are stored transposed inside a block are the same record with other numbers. Recurrent state has a slot
+instead of a block and no token axis. Layouts come from the peer in a handshake, so each record checks
+itself when it is made, decoded ones too, in exact integers and without allocating by what it says.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class _Record(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
 
 class TensorLayout(_Record, frozen=True):
-    """Where one role of one layer lies. Strides and offset are bytes; ``head_dim`` elements are contiguous.
+    """Where one role of one layer lies. Strides and offset are bytes.
+
+    ``dim_stride`` 0: the ``head_dim`` elements of a row touch, as in most pools. vLLM's CPU pool keeps
+    keys transposed inside a block: ``token_stride`` is the item size and ``dim_stride`` a row of tokens.
 
     ``head_start`` is the model's number of the first head that is here, so that ranks of unlike
     tensor parallelism can be matched; a replicated head has the same number in every rank.
@@ -56,6 +59,7 @@ class TensorLayout(_Record, frozen=True):
     head_dim: int
     head_start: int = 0
     part: int = 0
+    dim_stride: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
@@ -67,7 +71,7 @@ class TensorLayout(_Record, frozen=True):
         check_int("heads", self.heads, 1, MAX_HEADS)
         check_int("head_start", self.head_start, 0, MAX_HEADS)
         check_int("head_dim", self.head_dim, 1, MAX_NBYTES)
-        for name in ("offset", "block_stride", "token_stride", "head_stride"):
+        for name in ("offset", "block_stride", "token_stride", "head_stride", "dim_stride"):
             check_int(name, getattr(self, name), 0, MAX_NBYTES)
 
     @property
@@ -77,8 +81,20 @@ class TensorLayout(_Record, frozen=True):
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of one head of one token (or of one head of a slot): always contiguous."""
+        """Bytes of one head of one token (or of one head of a slot)."""
         return self.head_dim * ITEMSIZE[self.dtype]
+
+    @property
+    def is_split(self) -> bool:
+        """The elements of a row do not touch (keys stored transposed)."""
+        return self.head_dim > 1 and self.dim_stride not in (0, ITEMSIZE[self.dtype])
+
+    @property
+    def inner(self) -> tuple[int, int, int]:
+        """(count, stride, nbytes) of the contiguous runs of a row: one, or one for each element."""
+        if self.is_split:
+            return self.head_dim, self.dim_stride, self.itemsize
+        return 1, 0, self.row_nbytes
 
     @property
     def head_stop(self) -> int:
@@ -122,8 +138,8 @@ class GroupLayout(_Record, frozen=True):
                     f"{where}block_size {self.block_size} is not a multiple of"
                     f" tokens_per_entry {self.tokens_per_entry}"
                 )
-        elif any(tensor.token_stride for tensor in self.tensors):
-            raise InputError(f"{where}state slots have no token axis: token_stride must be 0")
+        elif any(tensor.token_stride or tensor.is_split for tensor in self.tensors):
+            raise InputError(f"{where}state slots have no token axis: token_stride and dim_stride must be 0")
         if self.tokens_per_entry != 1 and self.kind is not LayerKind.COMPRESSED:
             raise InputError(f"{where}tokens_per_entry {self.tokens_per_entry} needs kind compressed")
         if (self.window is not None) != (self.kind is LayerKind.SLIDING):
@@ -163,13 +179,15 @@ class PoolLayout(_Record, frozen=True):
         regions = []
         for group in self.groups:
             for tensor in group.tensors:
+                dims, dim_stride, inner_nbytes = tensor.inner
                 axes = (
                     (group.num_blocks, tensor.block_stride, "block_stride"),
                     (group.entries_per_block, tensor.token_stride, "token_stride"),
                     (tensor.heads, tensor.head_stride, "head_stride"),
+                    (dims, dim_stride, "dim_stride"),
                 )
                 where = f"group {group.name!r} {tensor}"
-                region = extent(where, tensor.offset, axes, tensor.row_nbytes)
+                region = extent(where, tensor.offset, axes, inner_nbytes)
                 if region.stop > self.nbytes:
                     raise InputError(
                         f"{where}: ends at byte {region.stop}, the pool has nbytes {self.nbytes}"
@@ -198,13 +216,15 @@ class PoolLayout(_Record, frozen=True):
         alignment: int = 64,
         name: str = "full",
         window: int | None = None,
+        transposed_keys: bool = False,
     ) -> PoolLayout:
         """One group of K and V blocks, the layout of most engines.
 
         ``axis_order``: order inside a block, NHD (token, head, element) or HND. ``joined_kv``: K and V
         of a block side by side, else a region each. ``cross_layer``: all layers of a block side by
         side, else a region each. Regions start at multiples of ``alignment`` bytes. With a
-        ``window`` the group is a sliding one. Raises InputError naming the parameter.
+        ``window`` the group is a sliding one. ``transposed_keys`` (HND only): the keys of a (block, head)
+        are stored element by token, as vLLM does on CPUs. Raises InputError naming the parameter.
         """
         from kvferry.layout.build import paged_pool  # noqa: PLC0415 - build makes these records
 
@@ -222,6 +242,7 @@ class PoolLayout(_Record, frozen=True):
             alignment=alignment,
             name=name,
             window=window,
+            transposed_keys=transposed_keys,
         )
 
     @staticmethod

@@ -35,20 +35,25 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Address of (block, token, head) in bytes, counted from the first moved head of a tensor."""
+    """Address of (block, token, head, element) in bytes, counted from the first moved head of a tensor.
+
+    ``dim`` is 0 where a row is one run.
+    """
 
     offset: int
     block: int
     token: int
     head: int
+    dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a cluster: ``heads`` rows of ``row_nbytes`` an entry, from source to destination.
+    """One tensor of a cluster: ``heads`` rows an entry, from source to destination.
 
-    Offsets count from the run's offsets. ``first_head`` is the first moved head's place among the
-    source tensor's heads.
+    A row is ``dims`` runs of ``run_nbytes``: one, unless its elements lie apart on both sides. Offsets
+    count from the run's offsets. ``first_head`` is the first moved head's place among the source
+    tensor's heads.
     """
 
     src: Steps
@@ -56,7 +61,8 @@ class Part:
     dst_group: int
     first_head: int
     heads: int
-    row_nbytes: int
+    dims: int
+    run_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +135,8 @@ def _shapes(
                 dst_group=dst_group,
                 first_head=start - tensor.head_start,
                 heads=heads,
-                row_nbytes=tensor.row_nbytes,
+                dims=tensor.inner[0],
+                run_nbytes=tensor.inner[2],
             )
         )
     if first is not None:
@@ -138,4 +145,4 @@ def _shapes(
 
 def _steps(tensor: TensorLayout, head: int, base: int) -> Steps:
     offset = tensor.offset - base + (head - tensor.head_start) * tensor.head_stride
-    return Steps(offset, tensor.block_stride, tensor.token_stride, tensor.head_stride)
+    return Steps(offset, tensor.block_stride, tensor.token_stride, tensor.head_stride, tensor.inner[1])

@@ -1,0 +1,179 @@
+"""Packs the rows of a segment into its wire form, and stores them from it: all arithmetic of a conversion.
+
+Rounding is to nearest, ties to even (NumPy's and ml_dtypes' own). No loop goes over blocks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import IncompatibleError, LocalError
+from kvferry.layout.conversion import LARGEST, LEAST_SCALE, WireFormat
+from kvferry.layout.records import GroupLayout, TensorLayout
+from kvferry.layout.segments import held_blocks
+from kvferry.layout.wire import Segment, Side, WireTensor
+
+__all__ = ["numpy_dtype", "pack", "unpack"]
+
+Bytes = NDArray[np.uint8]
+Rows = NDArray[Any]
+_ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+@lru_cache(maxsize=32)
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a cache dtype. Raises LocalError where it needs ml-dtypes and that is missing."""
+    if name not in _ML_DTYPES:
+        return np.dtype(name)
+    try:
+        import ml_dtypes  # noqa: PLC0415
+    except ImportError as error:
+        raise LocalError(
+            f"converting {name} needs the package 'ml-dtypes'", next_step="pip install 'kvferry[convert]'"
+        ) from error
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return dtype
+
+
+def pack(wire: WireTensor, segment: Segment, side: Side, memory: Bytes, into: Bytes) -> None:
+    """Write a segment's scales and values, ``segment.nbytes`` bytes, into ``into``.
+
+    ``side`` and ``memory`` are prefill's. Raises IncompatibleError where a
+    value has no place in the other dtype; ``into`` may then hold anything.
+    """
+    group, table = side[0].groups[wire.src_group], side[1][wire.src_group]
+    ids = held_blocks("source", group, table, (segment.first, segment.stop)).ids
+    heads = slice(segment.first_head - wire.src.head_start, segment.stop_head - wire.src.head_start)
+    view = _view(wire.src, group, memory)[:, :, heads]
+    first = segment.first % group.entries_per_block
+    rows = view[ids].reshape(-1, *view.shape[2:])[first : first + segment.stop - segment.first]
+    scales, values = into[: segment.scales_nbytes], into[segment.scales_nbytes : segment.nbytes]
+    target = values.view(numpy_dtype(wire.conversion.wire)).reshape(rows.shape)
+    if not wire.conversion.scaled:
+        target[:] = _narrowed(rows, target.dtype, wire)
+        return
+    _check_room(rows, wire)
+    starts = np.maximum(np.arange(segment.scales) * group.entries_per_block - first, 0)
+    scale = _scales(rows, starts, wire)
+    scales.view(np.float32).reshape(scale.shape)[:] = scale
+    counts = np.diff(starts, append=len(rows))
+    steps = rows.astype(np.float32) / np.repeat(scale, counts, axis=0)[..., None]
+    target[:] = np.clip(np.rint(steps), -127, 127) if target.dtype == np.int8 else steps
+
+
+def unpack(wire: WireTensor, segment: Segment, side: Side, memory: Bytes, data: Bytes) -> None:
+    """Store a segment's rows where decode has them, in its own dtype; ``side`` and ``memory`` are its."""
+    group, table = side[0].groups[wire.dst_group], side[1][wire.dst_group]
+    heads = segment.stop_head - segment.first_head
+    shape = (segment.stop - segment.first, heads, wire.src.head_dim)
+    values = data[segment.scales_nbytes : segment.nbytes].view(numpy_dtype(wire.conversion.wire))
+    rows = values.reshape(shape)
+    dtype = numpy_dtype(wire.dst.dtype)
+    if wire.conversion.scaled:
+        rows = _unscaled(wire, segment, rows, data[: segment.scales_nbytes])
+    ids = held_blocks("destination", group, table, (segment.first, segment.stop)).ids
+    first_head = segment.first_head - wire.dst.head_start
+    view = _view(wire.dst, group, memory)[:, :, first_head : first_head + heads]
+    _store(view, ids, segment.first % group.entries_per_block, rows.astype(dtype, copy=False))
+
+
+def _unscaled(wire: WireTensor, segment: Segment, rows: Rows, scales: Bytes) -> Rows:
+    block = wire.src_entries
+    starts = np.arange(segment.first // block, segment.first // block + segment.scales) * block
+    counts = np.diff(np.maximum(starts, segment.first), append=segment.stop)
+    scale = np.repeat(scales.view(np.float32).reshape(segment.scales, -1), counts, axis=0)[..., None]
+    largest = _largest(wire.dst.dtype)
+    # Rounding up may lead beyond the dtype's end, where no value was: bringing it back makes it better.
+    with np.errstate(over="ignore"):
+        unscaled: Rows = rows.astype(np.float32) * scale
+    return np.clip(unscaled, -largest, largest)
+
+
+def _view(tensor: TensorLayout, group: GroupLayout, memory: Bytes) -> Rows:
+    """(blocks, entries, heads, elements) of one tensor, with the pool's own strides."""
+    dtype = numpy_dtype(tensor.dtype)
+    dim_stride = tensor.dim_stride if tensor.is_split else dtype.itemsize
+    return np.ndarray(
+        (group.num_blocks, group.entries_per_block, tensor.heads, tensor.head_dim),
+        dtype,
+        memory.data,
+        tensor.offset,
+        (tensor.block_stride, tensor.token_stride, tensor.head_stride, dim_stride),
+    )
+
+
+def _store(view: Rows, ids: NDArray[np.int64], first: int, rows: Rows) -> None:
+    """Rows into blocks: the rest of the first block, whole blocks at once, the beginning of the last."""
+    entries = view.shape[1]
+    lead = min(-first % entries, len(rows))
+    if lead:
+        view[ids[0], first : first + lead] = rows[:lead]
+        ids, rows = ids[1:], rows[lead:]
+    whole = len(rows) // entries
+    if whole:
+        view[ids[:whole]] = rows[: whole * entries].reshape(whole, entries, *rows.shape[1:])
+    tail = len(rows) - whole * entries
+    if tail:
+        view[ids[whole], :tail] = rows[whole * entries :]
+
+
+def _scales(rows: Rows, starts: NDArray[np.int64], wire: WireTensor) -> NDArray[np.float32]:
+    """One scale for each (block, head), float32."""
+    by_row = np.abs(rows).max(axis=2).astype(np.float32)
+    largest: NDArray[np.float32] = np.maximum.reduceat(by_row, starts, axis=0)
+    wanted: NDArray[np.float32] = np.maximum(
+        largest / np.float32(LARGEST[WireFormat(wire.conversion.wire)]), np.float32(LEAST_SCALE)
+    )
+    if wire.conversion.wire != WireFormat.FP8:
+        return wanted
+    # A power of two: dividing by it and multiplying by it round nothing.
+    mantissa, exponent = np.frexp(wanted)
+    power: NDArray[np.float32] = np.ldexp(
+        np.float32(1.0), np.where(mantissa == 0.5, exponent - 1, exponent), dtype=np.float32
+    )
+    return power
+
+
+def _narrowed(rows: Rows, dtype: np.dtype[Any], wire: WireTensor) -> Rows:
+    if rows.dtype == dtype:
+        return rows
+    with np.errstate(over="ignore"):
+        narrow: Rows = rows.astype(dtype)
+    if np.isinf(narrow).any():
+        _check_room(rows[np.isinf(narrow)], wire, may_be_infinite=True)
+    return narrow
+
+
+def _check_room(rows: Rows, wire: WireTensor, *, may_be_infinite: bool = False) -> None:
+    """Raise IncompatibleError for a value that the destination's dtype cannot hold."""
+    finite = rows[np.isfinite(rows)]
+    if finite.size < rows.size and not may_be_infinite:
+        raise _no_place(f"a value that is not finite has no place in {wire.conversion.wire}", wire)
+    largest = np.abs(finite).max().astype(np.float64) if finite.size else 0.0
+    if largest > _largest(wire.dst.dtype) or (may_be_infinite and finite.size):
+        raise _no_place(f"{largest:.6g} is beyond what {wire.dst.dtype} holds", wire)
+
+
+@lru_cache(maxsize=8)
+def _largest(name: str) -> np.float32:
+    """The largest finite value of a float dtype."""
+    bits = {
+        "float32": (np.uint32, 0x7F7FFFFF),
+        "float16": (np.uint16, 0x7BFF),
+        "bfloat16": (np.uint16, 0x7F7F),
+    }
+    kind, pattern = bits[name]
+    return np.float32(np.array(pattern, kind).view(numpy_dtype(name)))
+
+
+def _no_place(what: str, wire: WireTensor) -> IncompatibleError:
+    return IncompatibleError(
+        f"{wire.src}: {what}",
+        phase="move",
+        now_true="nothing became visible to decode's engine; prefill keeps its copy",
+        next_step="hand over between pools of one dtype, without a wire format",
+    )
