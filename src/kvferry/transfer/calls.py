@@ -231,7 +231,7 @@ class Outcome(_Value, frozen=True):
 
 
 class Stats(_Value, frozen=True):
-    """What a node holds now; all zero when idle."""
+    """What a node holds now, all zero when idle; and what registering its pool with transports took."""
 
     pid: int
     transfers: int
@@ -242,6 +242,7 @@ class Stats(_Value, frozen=True):
     digesting: int
     threads: int
     fds: int
+    registration_seconds: float = 0.0
 
 
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -213,6 +213,7 @@ class Service:
             digesting=sum(session.payload.is_digesting for session in self._node.ledger),
             threads=threading.active_count(),
             fds=len(os.listdir("/proc/self/fd")),
+            registration_seconds=self._node.directory.registration_seconds,
         )
 
     async def _close(self, _: c.CloseCall) -> c.Nothing:
