@@ -78,11 +78,13 @@ def show(result: DemoResult, max_tokens: int) -> None:
         f" state record {format_bytes(result.state_bytes)}"
     )
     rate = f"{format_rate(result.bytes_per_second)}, {result.memcpy_ratio:.2f} of memcpy in one thread"
+    drafts = f"{result.accepted_drafts} of them were drafts that held; {result.num_drafts} a round"
     for name, value in (
         (
             "against one process",
             f"{same}: {result.output_tokens} tokens{ended}, and the bits of each step's logits",
         ),
+        *([("speculative", drafts)] if result.num_drafts else []),
         ("moved", moved),
         ("carried by", f"{result.transport_used}, path {result.path}, {result.mode}"),
         ("rate", rate),
