@@ -177,7 +177,9 @@ class Claim(_TransferMessage, frozen=True, kw_only=True):
 class Offered(_TransferMessage, frozen=True):
     """Prefill's answer to a pull: what is offered and where it lies. Opens the read grant.
 
-    ``held_tokens``: leading tokens that prefill agrees decode holds; the rest moves.
+    ``grant`` names that grant. It is random and said on this connection only, so whoever saw the
+    ticket on its way can copy nothing. ``held_tokens``: leading tokens that prefill agrees decode
+    holds; the rest moves.
     """
 
     state: Annotated[bytes, Meta(max_length=_MAX_BLOB_NBYTES)]
@@ -185,15 +187,20 @@ class Offered(_TransferMessage, frozen=True):
     tokens: Count
     held_tokens: Count
     lease_ms: Milliseconds
+    grant: Id
 
 
 class Granted(_TransferMessage, frozen=True):
-    """Decode's answer to a push: where the bytes may go, and what it holds. Opens the write grant."""
+    """Decode's answer to a push: where the bytes may go, and what it holds. Opens the write grant.
+
+    ``grant``: as in Offered.
+    """
 
     tables: tuple[WireTable, ...]
     tokens: Count
     held: HeldPrefix
     lease_ms: Milliseconds
+    grant: Id
 
 
 class Busy(_TransferMessage, frozen=True):
@@ -204,13 +211,17 @@ class Busy(_TransferMessage, frozen=True):
 
 
 class Ready(_TransferMessage, frozen=True):
-    """Push by reading: these layers are final at prefill for these tokens; copy them now."""
+    """Push by reading: these layers are final at prefill for these tokens; copy them now.
+
+    ``grant``: as in Offered.
+    """
 
     first_layer: Count
     stop_layer: Count
     first_token: Count
     stop_token: Count
     held_tokens: Count
+    grant: Id
 
 
 class Moved(_TransferMessage, frozen=True):

@@ -93,7 +93,10 @@ class ListenCall(_Call, frozen=True):
 
 
 class OfferCall(_Call, frozen=True):
-    """``like``: another offer of the same blocks, whose digests serve for this one too."""
+    """``like``: another offer of the same blocks, whose digests serve for this one too.
+
+    ``peer``: who may claim it, as in ``Ticket``.
+    """
 
     transfer: bytes
     request_id: str
@@ -102,6 +105,7 @@ class OfferCall(_Call, frozen=True):
     tables: tuple[WireTable, ...]
     lease_seconds: _Seconds
     like: bytes = b""
+    peer: str = ""
 
 
 class ReserveCall(_Call, frozen=True):
@@ -111,6 +115,7 @@ class ReserveCall(_Call, frozen=True):
     tables: tuple[WireTable, ...]
     lease_seconds: _Seconds
     held: HeldPrefix
+    peer: str = ""
 
 
 class PullCall(_Call, frozen=True):

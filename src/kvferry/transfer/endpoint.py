@@ -130,13 +130,15 @@ class Endpoint:
         tokens: int | None = None,
         request_id: str | None = None,
         like: bytes = b"",
+        peer: str = "",
     ) -> bytes:
         """Hold a finished request for decode to pull; returns the ticket to give to it.
 
         The digests that decode compares are taken now. ``tokens`` and ``request_id`` come from
         the state where there is one. The blocks are lent until ``outcome(ticket)`` resolves,
         which is at the latest when the lease ends. ``like``: the ticket of another offer of the
-        same blocks, whose digests then serve for both.
+        same blocks, whose digests then serve for both. ``peer``: a name, ``*`` allowed, that the
+        certificate of whoever claims the ticket must carry; empty for any peer that gets in.
         """
         transfer = secrets.token_bytes(16) if state is None else state.transfer_id
         lent = self._by_group(tables)
@@ -151,6 +153,7 @@ class Endpoint:
             tables=to_wire(lent.values()),
             lease_seconds=_positive("lease_seconds", lease_seconds),
             like=read_ticket(like).transfer if like else b"",
+            peer=_name(peer),
         )
         return bytes(held.ticket)
 
@@ -232,10 +235,11 @@ class Endpoint:
         *,
         lease_seconds: float = 30.0,
         have: HeldPrefix | None = None,
+        peer: str = "",
     ) -> bytes:
         """Hold blocks for at most ``tokens`` tokens that prefill will push; returns the ticket for it.
 
-        ``have``: as in ``pull``.
+        ``have``: as in ``pull``. ``peer``: as in ``offer``.
         """
         held = self._client.call(
             c.ReserveCall,
@@ -246,6 +250,7 @@ class Endpoint:
             tables=to_wire(self._by_group(tables).values()),
             lease_seconds=_positive("lease_seconds", lease_seconds),
             held=have or HeldPrefix(),
+            peer=_name(peer),
         )
         return bytes(held.ticket)
 
@@ -328,6 +333,12 @@ def _positive(field: str, seconds: float) -> float:
     if not known:
         raise InputError(f"{field}: {seconds!r} is not a number of seconds from 0 to {_MAX_SECONDS}")
     return float(seconds)
+
+
+def _name(peer: str) -> str:
+    if not isinstance(peer, str) or len(peer) > _MAX_REQUEST_ID:
+        raise InputError(f"peer: {peer!r:.80} is no name of at most {_MAX_REQUEST_ID} characters")
+    return peer
 
 
 def _plain(plain: Plain | str) -> Plain:

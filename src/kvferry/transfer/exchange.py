@@ -47,13 +47,15 @@ def offered(session: Session) -> m.Offered:
         session.tokens,
         session.held_tokens,
         lease_ms,
+        session.grant,
     )
 
 
 def granted(session: Session) -> m.Granted:
     """Where a push may go."""
     lease_ms = _ms_until(session.lease_deadline)
-    return m.Granted(session.transfer, m.to_wire(session.tables), session.tokens, session.held, lease_ms)
+    tables = m.to_wire(session.tables)
+    return m.Granted(session.transfer, tables, session.tokens, session.held, lease_ms, session.grant)
 
 
 def commit(session: Session) -> m.Commit:
@@ -95,19 +97,24 @@ def _take_claim(session: Session, message: m.Claim) -> None:
 
 def _take_offered(session: Session, message: m.Offered) -> None:
     session.state, session.peer_tokens = message.state, message.tokens
+    session.grant = message.grant
     _take_held(session, message.held_tokens)
     session.peer_tables = m.from_wire(message.tables)
     session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
 
 
 def _take_granted(session: Session, message: m.Granted) -> None:
+    assert session.peer is not None
     session.peer_tables = m.from_wire(message.tables)
+    if session.peer.connection.can_write:  # else decode will read, by a grant of ours
+        session.grant = message.grant
     session.held_tokens = _agree_on_all(session, message.held)
     session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
 
 
 def _take_ready(session: Session, message: m.Ready) -> None:
     _take_held(session, message.held_tokens)
+    session.grant = message.grant
     layers = range(message.first_layer, message.stop_layer)
     session.payload.add(Part(layers, (message.first_token, min(message.stop_token, session.tokens))))
 

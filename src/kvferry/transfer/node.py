@@ -25,6 +25,7 @@ from kvferry.transfer.peer import Peer
 from kvferry.transfer.portions import check_portions
 from kvferry.transfer.session import Session
 from kvferry.transport.base import Memory
+from kvferry.transport.security import names_match
 
 __all__ = ["Node"]
 
@@ -93,6 +94,7 @@ class Node:
             session.tokens,
             tuple(len(table.ids) for table in session.tables),
             int(lease_seconds * 1e3),
+            session.for_peer,
         )
         return seal_ticket(ticket, self._key)
 
@@ -141,13 +143,17 @@ class Node:
         """A peer takes up a ticket of ours; refused claims hold nothing and are answered by Abort."""
         try:
             ticket = open_ticket(claim.ticket, self._key, self.incarnation)
+            if claim.transfer != ticket.transfer:
+                raise PeerError(
+                    "the ticket is of another transfer than the one that is claimed with it",
+                    request_id=ticket.request_id,
+                    now_true="nothing was granted",
+                    next_step="claim with the ticket of that transfer",
+                )
             session = self.ledger.find(ticket.transfer)
-            if (
-                session is None
-                or session.machine.phase is not Phase.HELD
-                or claim.transfer != ticket.transfer
-            ):
+            if session is None or session.machine.phase is not Phase.HELD:
                 raise self._no_hold(ticket)
+            _check_claimant(ticket, peer)
             _check_claimed(claim.portions, self.config.layout, peer.party.layout)
             moving = self.ledger.num_working
             if moving < self.config.max_moving:
@@ -160,12 +166,29 @@ class Node:
 
     def _no_hold(self, ticket: Ticket) -> KVFerryError:
         if ticket.transfer in self.ledger:
-            return PeerError("the ticket is in use: it can be claimed once", request_id=ticket.request_id)
+            return PeerError(
+                "the ticket is in use: it can be claimed once",
+                request_id=ticket.request_id,
+                now_true="nothing was granted; the transfer that uses it goes on",
+                next_step="ask for a ticket of your own",
+            )
         return DeadlineError(
             f"the ticket is no longer good: {self.ledger.why_ended(ticket.transfer)}",
             request_id=ticket.request_id,
             now_true="nothing is held for it here",
             next_step="prefill again, or recompute at decode",
+        )
+
+
+def _check_claimant(ticket: Ticket, peer: Peer) -> None:
+    names = peer.connection.peer_names
+    if ticket.peer and not names_match(names, (ticket.peer,)):
+        who = f"a certificate for {', '.join(names)}" if names else "no certificate on this connection"
+        raise PeerError(
+            f"the ticket is for {ticket.peer}, and its claimant has {who}",
+            request_id=ticket.request_id,
+            now_true="nothing was granted; the ticket stays good for whom it is for",
+            next_step="give the ticket to the worker that it was made for",
         )
 
 

@@ -127,7 +127,15 @@ class Payload:
             layers = range(1 << 20) if part.layers is None else part.layers
             first, stop = (0, session.tokens) if part.token_range is None else part.token_range
             session.post(
-                m.Ready(session.transfer, layers.start, layers.stop, first, stop, session.held_tokens)
+                m.Ready(
+                    session.transfer,
+                    layers.start,
+                    layers.stop,
+                    first,
+                    stop,
+                    session.held_tokens,
+                    session.grant,
+                )
             )
             self.copy_next()
             return
@@ -154,7 +162,7 @@ class Payload:
             return nothing_arrived(connection.path)
         # Not the lease's end: that may move on while this runs, and the session's clock keeps it.
         deadline = session.timeout_deadline
-        copy = Copy(session.transfer, plan, deadline, session.config.integrity, self._cancel)
+        copy = Copy(session.grant, plan, deadline, session.config.integrity, self._cancel)
         self._cancel.raise_if_cancelled()
         return connection.write(copy) if session.role is Role.PREFILL else connection.read(copy)
 
@@ -186,7 +194,7 @@ class Payload:
         # A push says only with its words what it left out; what decode holds is not to be written.
         plan = self.plan(held_tokens=session.named_tokens if writes else None)
         session.node.grants.open(
-            session.transfer,
+            session.grant,
             Direction.WRITE if writes else Direction.READ,
             plan.dst_offset if writes else plan.src_offset,
             plan.nbytes,
@@ -195,7 +203,7 @@ class Payload:
 
     def close_grant(self, error: KVFerryError | None) -> None:
         """Admit no new copy by the peer; with ``error``, end those that run."""
-        self._session.node.grants.close(self._session.transfer, error)
+        self._session.node.grants.close(self._session.grant, error)
 
     def _landed_in_thread(self, arrived: Arrived) -> None:
         self._loop.call_soon_threadsafe(self._landed, arrived)
@@ -308,7 +316,7 @@ class Payload:
         def in_thread() -> None:
             self._loop.call_soon_threadsafe(call)
 
-        return self._session.node.grants.when_empty(self._session.transfer, in_thread)
+        return self._session.node.grants.when_empty(self._session.grant, in_thread)
 
     def _quiet_again(self) -> None:
         if self._when_quiet is not None:

@@ -87,6 +87,7 @@ class Service:
             lease,
             lease,
             held=call.held if isinstance(call, c.ReserveCall) else HeldPrefix(),
+            for_peer=call.peer,
         )
         return self._node.ledger.take_in(session)
 

@@ -7,6 +7,7 @@ as events, sends are queued, and FREE goes on when the last copy has left the me
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -50,7 +51,9 @@ class Session:
     """State of one transfer. ``tables`` are this side's blocks, ``peer_tables`` the other's.
 
     ``held`` is the prefix that decode said it holds (at decode), ``held_tokens`` what both agreed on.
-    ``portions``: what of the pair moves; empty for all that both layouts hold.
+    ``for_peer``: who may claim this hold, by certificate. ``portions``: what of the pair moves;
+    empty for all that both layouts hold. ``grant`` names the grant under which the bytes move: this
+    side's own, or the one that the peer told of.
 
     Futures: ``published`` resolves at decode when the state is visible (or with the error);
     ``ended`` resolves when this side's blocks are its engine's again; ``answered`` when a claim of
@@ -72,6 +75,7 @@ class Session:
     held_tokens: int = 0
     prompt_ids: bytes = b""
     portions: tuple[m.Portion, ...] = ()
+    for_peer: str = ""
     peer_tokens: int = 0
     peer: Peer | None = None
     handshake_seconds: float = 0.0
@@ -80,6 +84,7 @@ class Session:
     committed: m.Committed | None = None
     error: KVFerryError | None = None
     peer_gave_up: bool = False
+    grant: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
     def __post_init__(self) -> None:
         self.config: NodeConfig = self.node.config
