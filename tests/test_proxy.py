@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shlex
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from conftest import wait_until
@@ -238,3 +241,22 @@ def test_bodies_that_are_none(front: Server) -> None:
     """400 by name, from the proxy itself."""
     for raw in (b"", b"[]", b"{}", b"\xff", b'{"prompt":"' + b"a" * (17 << 20) + b'"}'):
         assert front.client.post("/v1/completions", content=raw).status_code == 400
+
+
+def test_the_demo_serves_until_ctrl_c_and_leaves_nobody() -> None:
+    """Prefill, decode and proxy by one command; the request of its curl line is answered; nobody is left."""
+    with Server(
+        "--serve", "--transport", "shm", "--tokens", "5", verb="demo", model=("--model", "tiny")
+    ) as demo:
+        children = psutil.Process(demo.pid).children(recursive=True)
+        assert len(children) >= 3
+        body = json.loads(shlex.split(demo.line["curl"])[-1])
+        assert demo.line["curl"].startswith(f"curl -N {demo.url}/v1/chat/completions ")
+        said = text_of_stream(demo.stream(body, "/v1/chat/completions"))
+        with httpx.Client(base_url=demo.line["decode"]) as decode:
+            alone = decode.post("/v1/chat/completions", json=body | {"stream": False}, timeout=60)
+        assert said == text_of(alone.json())
+        assert demo.client.get("/health").json()["counts"] == {"streams": 1}
+        assert demo.interrupt() == 0
+        assert demo.said == ""
+        wait_until(lambda: not any(child.is_running() for child in children))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvferry.cli.options import Whole
+from kvferry.cli.options import Flag, Whole
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
@@ -85,7 +85,11 @@ class DemoFlags:
 
 
 def demo(
-    *, flags: DemoFlags | None = None, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False
+    *,
+    flags: DemoFlags | None = None,
+    serve: Annotated[bool, Flag] = False,
+    listen: str = "127.0.0.1:8080",
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Prefill a request in one process, decode it in another, and compare with one process.
 
@@ -94,6 +98,10 @@ def demo(
 
     Parameters
     ----------
+    serve
+        Start prefill, decode and proxy as servers instead, and print a curl line to try; until Ctrl-C.
+    listen
+        HOST:PORT of that proxy.
     as_json
         Print one JSON object.
     """
@@ -101,6 +109,8 @@ def demo(
     from kvferry.demo import run_demo
 
     options = (flags or DemoFlags()).options()
+    if serve:
+        return _serve(options, listen, as_json=as_json)
     with StageBars() as bars:
         result = run_demo(options, bars.update)
     if as_json:
@@ -108,6 +118,20 @@ def demo(
     else:
         show(result, options.max_tokens)
     return 0 if result.identical else 1
+
+
+def _serve(options: DemoOptions, listen: str, *, as_json: bool) -> int:
+    from kvferry.cli.demo_show import StageLine, show_served
+    from kvferry.demo.serving import Served, serve_demo
+
+    with StageLine() as line:
+
+        def ready(served: Served) -> None:
+            line.stop()
+            show_served(served, as_json=as_json)
+
+        serve_demo(options, listen, line.say, ready)
+    return 0
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
