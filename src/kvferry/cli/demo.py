@@ -60,6 +60,8 @@ class DemoFlags:
     "The output is JSON of the schema in this file (needs kvferry[grammar])."
     grammar: Path | None = None
     "The output is a word of the Lark grammar in this file (needs kvferry[grammar])."
+    tls: Annotated[bool, Parameter(name=("--tls", "--encrypt"), negative="")] = False
+    "Encrypt tcp, with certificates made for this demo (needs kvferry[tls])."
 
     def options(self) -> DemoOptions:
         """The library's own record of them."""
@@ -81,6 +83,7 @@ class DemoFlags:
             decode_tp=self.decode_tp,
             num_drafts=self.speculative,
             grammar=_grammar(self.json_schema, self.grammar),
+            tls=self.tls,
         )
 
 

@@ -10,6 +10,7 @@ from kvferry.engines.reference import GrammarText
 from kvferry.errors import ErrorRecord
 from kvferry.state import Limits, SamplingParameters
 from kvferry.transfer import TransferRecord
+from kvferry.transport.security import HOST_ONLY, Security
 
 __all__ = [
     "Begin",
@@ -32,7 +33,7 @@ class DemoOptions(msgspec.Struct, frozen=True):
     """One demo. ``prompt`` None: the project's own text. ``model`` auto: real weights if installed.
 
     ``num_drafts``: of a round of speculative decoding; with them prefill also gives the first token, and
-    hands over with drafts pending.
+    hands over with drafts pending. ``tls``: encrypt tcp, by an authority made for this demo.
     """
 
     transport: str = "shm"
@@ -50,6 +51,7 @@ class DemoOptions(msgspec.Struct, frozen=True):
     decode_tp: int | None = None
     num_drafts: int = 0
     grammar: GrammarText | None = None
+    tls: bool = False
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -71,6 +73,7 @@ class Job(msgspec.Struct, frozen=True):
     splits: tuple[int, int]
     num_drafts: int = 0
     grammar: GrammarText | None = None
+    security: Security = HOST_ONLY
 
     @property
     def tp(self) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, get_args
 
@@ -32,6 +36,7 @@ from kvferry.engines.grammar import OutputGrammar
 from kvferry.engines.reference import Model, chat_prompt, check_sampling
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
 from kvferry.state import Limits, SamplingParameters
+from kvferry.transport.security import Identity, Plain, Security
 
 __all__ = ["run_demo"]
 
@@ -60,7 +65,11 @@ def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoResult:
     name, model = _choose_model(options, on_progress)
     jobs = _jobs(options, name, model)
     total = len(jobs["prefill"].prompt_ids) + options.max_tokens
-    with _Worker(jobs["prefill"], on_progress) as prefill, _Worker(jobs["decode"], on_progress) as decode:
+    with (
+        _secured(jobs, options) as jobs,
+        _Worker(jobs["prefill"], on_progress) as prefill,
+        _Worker(jobs["decode"], on_progress) as decode,
+    ):
         for worker in (prefill, decode):
             worker.expect(Ready)
         first, second = (prefill, decode) if options.mode == "pull" else (decode, prefill)
@@ -95,6 +104,8 @@ def _check(options: DemoOptions) -> None:
         raise InputError(f"speculative: {options.num_drafts} is not from 0 to {MAX_DRAFTS} drafts a round")
     if options.num_drafts and options.max_tokens < 2:
         raise InputError("tokens: with drafts prefill gives the first token, so at least 2 are needed")
+    if options.tls and options.transport != "tcp":
+        raise InputError("tls: shared memory stays on the host and is not encrypted; take --transport tcp")
     if options.prompt is not None and not options.prompt.strip():
         raise InputError("prompt: it is empty")
 
@@ -175,6 +186,24 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
             grammar=options.grammar,
         )
     return jobs
+
+
+@contextlib.contextmanager
+def _secured(jobs: dict[str, Job], options: DemoOptions) -> Iterator[dict[str, Job]]:
+    """The jobs with identities that each other's workers take, while the block runs."""
+    if not options.tls:
+        yield jobs
+        return
+    from kvferry.transport.certificates import init_authority, issue  # noqa: PLC0415 - an extra
+
+    with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as name:
+        folder = Path(name)
+        init_authority(folder, days=1)
+        secured = dict(jobs)
+        for role, peer in (("prefill", "decode"), ("decode", "prefill")):
+            identity = Identity.load(issue(folder, role, days=1), folder / "ca.pem", peers=(peer,))
+            secured[role] = msgspec.structs.replace(jobs[role], security=Security(identity, Plain.NEVER))
+        yield secured
 
 
 class _Worker:

@@ -77,7 +77,13 @@ def _run(job: Job) -> None:
         for rank, pool in enumerate(pools):
             stack.callback(pool.close)
             name = job.role if job.tp == 1 else f"{job.role} rank {rank}"
-            endpoint = Endpoint.open(pool=pool, name=name, requirements=engine.requirements())
+            endpoint = Endpoint.open(
+                pool=pool,
+                name=name,
+                requirements=engine.requirements(),
+                tls=job.security.identity,
+                plain=job.security.plain,
+            )
             endpoints.append(stack.enter_context(endpoint))
         for rank, endpoint in enumerate(endpoints):  # all transfer processes have been started by now
             endpoint.add_addresses((job.address.format(rank=rank),))
