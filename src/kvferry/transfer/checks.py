@@ -200,9 +200,10 @@ def _landed(session: Session, state: ExecutionState) -> tuple[LandedBlocks, ...]
     wanted = {blocks.group: blocks for blocks in state.blocks}
     landed = []
     for group, table in zip(session.config.layout.groups, session.tables, strict=True):
-        used = (
-            -(-session.tokens // group.block_size) - table.first_block if group.block_size else len(table.ids)
-        )
+        covered = session.tokens if table.tokens is None else table.tokens  # a cross table states its own
+        used = len(table.ids)
+        if group.block_size:
+            used = -(-covered // group.block_size) - table.first_block
         blocks = GroupBlocks.of(
             group.name,
             BlockTable(table.first_block, table.ids[:used], table.tokens),
