@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvferry.engines.base import BlockTables
+from kvferry.engines.grammar import grammar_kinds
 from kvferry.engines.record import Cache
 from kvferry.engines.transformers.form import LAYOUT
 from kvferry.engines.transformers.model import ModelCache, TransformersModel
@@ -32,6 +33,7 @@ def requirements(model: TransformersModel, layout: PoolLayout) -> Requirements:
         cache=tuple(tensor.need() for tensor in form.tensors),
         groups=tuple(GroupNeed.of(group, layout=LAYOUT, covers=_covers(group)) for group in layout.groups),
         rng_kinds=(RngKind.TORCH_MT19937_CPU,),
+        grammar_kinds=grammar_kinds(),
         proven=(Conversion.LAYOUT, Conversion.BLOCK_TOKENS),
     )
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.engines.base import BlockTables
+from kvferry.engines.grammar import GrammarText
 from kvferry.engines.grouped import GroupedBlocks
 from kvferry.engines.local import Built, LocalEngine
 from kvferry.engines.record import Cache
@@ -86,15 +87,16 @@ class TransformersEngine(LocalEngine):
         prompt_ids: Sequence[int],
         sampling: SamplingParameters,
         limits: Limits,
+        grammar: GrammarText | None = None,
         *,
         encoder_input: torch.Tensor | None = None,
     ) -> Request:
         """Take a request. ``encoder_input``: ids or features (1, ...), for a model with an encoder.
 
-        Raises InputError naming the field; then nothing is held.
+        Raises as the other engines do, then nothing is held.
         """
         cache = self.model.new_cache(encoder_input)
-        request = super().submit(request_id, prompt_ids, sampling, limits)
+        request = super().submit(request_id, prompt_ids, sampling, limits, grammar)
         self._caches[request_id] = cache
         return request
 
