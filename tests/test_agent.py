@@ -31,6 +31,7 @@ from kvferry.link import Mode, load_links
 from kvferry.probe import Agent, AgentSite, Payload, Room, sizes_up_to
 from kvferry.probe import words as w
 from kvferry.transfer import Endpoint
+from kvferry.transport.certificates import init_authority, issue
 from probe_kit import COMMAND, agents, probe
 
 SMALL = Payload(256 << 10, 16 << 10)
@@ -110,6 +111,32 @@ def test_all_pairs_of_three_agents(tmp_path: Path) -> None:
 
 def children(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
+
+
+def test_encrypted_agents_and_the_price_of_it(tmp_path: Path) -> None:
+    """``--tls both``: the same pairs in plain and sealed, by agents that know each other by certificates."""
+    init_authority(tmp_path)
+    certs = {name: str(issue(tmp_path, name, hosts=("127.0.0.1",))) for name in ("a", "b", "me")}
+    options = [
+        ["--listen", "tcp://127.0.0.1:0?plain=no", "--name", name, "--cert", certs[name]]
+        for name in ("a", "b")
+    ]
+    with agents(*options) as found:
+        addresses = [agent.address for agent in found]
+        assert all(address.endswith("plain=no") for address in addresses)
+        small = ("--bytes", "256KiB", "--seconds", "60", "--repeat", "2", "--json")
+        done = probe(*addresses, *small)
+        assert done.returncode == 2
+        assert "has no identity" in done.stderr
+        done = probe(*addresses, "--cert", certs["me"], "--tls", "both", *small)
+        assert done.returncode == 0, done.stderr
+        rows = json.loads(done.stdout)["pairs"]
+        told = {(row["from"], row["mode"], row["tls"]) for row in rows}
+        assert told == {(name, m, tls) for name in "ab" for m in ("push", "pull") for tls in (True, False)}
+        assert {row["path"] for row in rows} == {"tcp, tcp-sealed"}
+        # Encrypted where the words are, without being asked for.
+        done = probe(*addresses, "--cert", certs["me"], "--mode", "pull", *small)
+        assert {row["tls"] for row in json.loads(done.stdout)["pairs"]} == {True}
 
 
 def test_dead_and_frozen_agents_are_told_and_the_rest_is_measured(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from kvferry.cli.identity import identity_of
 from kvferry.cli.options import Flag, Whole
 from kvferry.errors import InputError, KVFerryError
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvferry.link import Mode
     from kvferry.probe import ProbePlan, ProbeResult, Progress
+    from kvferry.transport.security import Identity
 
 __all__ = ["PayloadFlags", "ProbeFlags", "probe"]
 
@@ -63,12 +65,22 @@ class ProbeFlags:
     "Also measure so many nodes sending to one at the same time, each node in turn."
     under_load: Annotated[bool, Flag] = False
     "Also measure each pair while the other pairs of its round, and its own other direction, copy."
+    tls: Literal["on", "off", "both"] | None = None
+    "Encryption of tcp, or its price: both. Default: encrypted where the addresses of the agents are."
+    cert: Path | None = None
+    "This side's certificate and key, to reach agents by encrypted addresses (see `kvferry certs`)."
+    authority: Path | None = None
+    "The certificate that the agents' must lead to. Default: ca.pem beside --cert."
     via: str = ""
     "HOST:PORT of a proxy beside each of two nodes that leads to the other: data goes through it."
     line_rate: str | None = None
     "Brochure rate of the links (400 Gb/s): the matrix then says what share of it was reached."
     integrity: Literal["on", "off"] = "on"
     "Digests at export and arrival, compared before commit."
+
+    def tls_passes(self) -> tuple[bool, ...] | None:
+        """Off first: what is compared with."""
+        return {None: None, "on": (True,), "off": (False,), "both": (False, True)}[self.tls]
 
     def modes(self) -> tuple[Mode, ...]:
         from kvferry.link import Mode
@@ -105,8 +117,9 @@ def probe(
 
     payloads = wanted_payloads(payload)
     plan = _plan(flags, payloads.largest)
+    identity = identity_of(flags.cert, flags.authority)
     with ProbeBar() as bar:
-        result, unreachable = asyncio.run(_measure(addresses, plan, bar.update))
+        result, unreachable = asyncio.run(_measure(addresses, plan, identity, bar.update))
     if out is not None and result.links.pairs:
         write(result.links, out)
     if as_json:
@@ -160,12 +173,16 @@ def _plan(flags: ProbeFlags, largest: object) -> ProbePlan:
         under_load=flags.under_load,
         incast=flags.incast,
         via=flags.via,
+        tls=flags.tls_passes(),
         line_rate=None if flags.line_rate is None else parse_rate(flags.line_rate, "line_rate"),
     )
 
 
 async def _measure(
-    addresses: Sequence[str], plan: ProbePlan, on_progress: Callable[[Progress], None]
+    addresses: Sequence[str],
+    plan: ProbePlan,
+    identity: Identity | None,
+    on_progress: Callable[[Progress], None],
 ) -> tuple[ProbeResult, dict[str, str]]:
     """The result, and the agents that could not be reached, with the reason."""
     from kvferry.probe import AgentSite, close_all, probe_loopback, probe_sites
@@ -173,7 +190,7 @@ async def _measure(
     if not addresses:
         return await probe_loopback(plan, on_progress), {}
     found = await asyncio.gather(
-        *(AgentSite.connect(address) for address in addresses), return_exceptions=True
+        *(AgentSite.connect(address, tls=identity) for address in addresses), return_exceptions=True
     )
     sites = [site for site in found if isinstance(site, AgentSite)]
     unreachable: dict[str, str] = {}

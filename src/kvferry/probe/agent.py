@@ -23,13 +23,14 @@ import numpy as np
 
 from kvferry.errors import CapacityError, IncompatibleError, InputError, KVFerryError, LocalError, PeerError
 from kvferry.probe import words as w
-from kvferry.probe.addresses import check_reachable, data_addresses
+from kvferry.probe.addresses import check_reachable, data_addresses, plain_of
 from kvferry.probe.facts import host_facts, host_id, software, transport_facts
 from kvferry.probe.snapshot import AgentSnapshot, ProbeSnapshot
 from kvferry.probe.worker import Worker
 from kvferry.transport.base import Arrived, CancelToken, Connection, Direction, Listener
 from kvferry.transport.memory import private
 from kvferry.transport.registry import transport_for
+from kvferry.transport.security import Identity, Plain, Security
 
 __all__ = ["DEFAULT_MAX_BYTES", "Agent", "NoMemory"]
 
@@ -69,13 +70,16 @@ class NoMemory:
 class Agent:
     """Owns its listener, its connections and the probe that runs; all of it is gone after ``close``."""
 
-    def __init__(self, name: str, zone: str, max_bytes: int, data: tuple[str, ...]) -> None:
+    def __init__(
+        self, name: str, zone: str, max_bytes: int, data: tuple[str, ...], security: Security
+    ) -> None:
         self.name = name
         self.zone = zone
         self.incarnation = secrets.token_bytes(16)
         self.address = ""
         self._max_bytes = max_bytes
         self._data = data
+        self._security = security
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker: Worker | None = None
@@ -92,6 +96,8 @@ class Agent:
         zone: str = "",
         max_bytes: int = DEFAULT_MAX_BYTES,
         data: tuple[str, ...] = (),
+        tls: Identity | None = None,
+        plain: Plain | None = None,
     ) -> Agent:
         """Answer coordinators at ``scheme://...`` until ``close``.
 
@@ -100,15 +106,20 @@ class Agent:
             zone: its rack or domain; pairs are compared within their class.
             max_bytes: the largest pool that a probe may have here.
             data: where a probe's endpoint listens, by transport; by default the same host, any port.
+            tls: who this agent is, to encrypt tcp with; needed off loopback.
+            plain: where it may send in plain; by default on loopback, and anywhere if ``address`` says
+                ``?plain=yes``.
 
         Raises InputError, TransportError; nothing is held after either.
         """
         check_reachable(address)
-        agent = cls(name or socket.gethostname(), zone, max_bytes, data)
+        security = Security(tls, plain_of(address, plain))
+        agent = cls(name or socket.gethostname(), zone, max_bytes, data, security)
         transport = transport_for(address)
         if (why := transport.unavailable()) is not None:
             raise LocalError(f"{transport.scheme} does not work here: {why}")
         bare = transport(private(np.zeros(64, np.uint8)), NoMemory())
+        bare.security = security
         agent._listener = await bare.listen(address, agent._accept)
         agent.address = agent._listener.address
         return agent
@@ -144,6 +155,8 @@ class Agent:
             facts=host_facts(self.address),
             transports=transport_facts(),
             max_bytes=self._max_bytes,
+            can_encrypt=self._security.identity is not None,
+            plain=self._security.plain,
             busy=f"under probe by {worker.coordinator}" if worker else "",
         )
 
@@ -198,8 +211,8 @@ class Agent:
             raise InputError(f"seconds: a probe lasts at most {MAX_SECONDS:g} s, not {call.seconds:g}")
         self._opening = call.coordinator
         try:
-            addresses = data_addresses(self.address, call.transports, self._data, call.via)
-            make = partial(Worker, self.name, call, addresses, self._max_bytes)
+            addresses = data_addresses(self.address, call.transports, self._data, tls=call.tls, via=call.via)
+            make = partial(Worker, self.name, call, addresses, self._max_bytes, self._security)
             self._worker = await asyncio.get_running_loop().run_in_executor(threads, make)
         except BaseException:
             self._opening = ""

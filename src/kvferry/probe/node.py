@@ -17,12 +17,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import CorruptError, DeadlineError, InputError
+from kvferry.errors import CorruptError, DeadlineError, InputError, KVFerryError
 from kvferry.layout import TensorLayout
 from kvferry.link import Mode, Registration
 from kvferry.probe.payload import TOKENS, Payload, Room
 from kvferry.protocol.ticket import read_ticket
 from kvferry.transfer import Endpoint, Move, Pool, Timeouts, TransferRecord
+from kvferry.transport.security import HOST_ONLY, Security
 
 __all__ = ["TIMEOUTS", "Copied", "ProbeNode"]
 
@@ -59,12 +60,27 @@ class Copied(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ProbeNode:
     """An endpoint and its pool; both are given back by ``close``."""
 
-    def __init__(self, name: str, room: Room, addresses: Sequence[str], *, integrity: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        room: Room,
+        addresses: Sequence[str],
+        *,
+        integrity: bool = True,
+        security: Security = HOST_ONLY,
+    ) -> None:
         started = time.perf_counter()
         self.pool = Pool.allocate(room.layout())
         try:
             touched = time.perf_counter() - started
-            self.endpoint = Endpoint.open(pool=self.pool, name=name, integrity=integrity, timeouts=TIMEOUTS)
+            self.endpoint = Endpoint.open(
+                pool=self.pool,
+                name=name,
+                integrity=integrity,
+                timeouts=TIMEOUTS,
+                tls=security.identity,
+                plain=security.plain,
+            )
         except BaseException:
             self.pool.close()
             raise
@@ -96,21 +112,32 @@ class ProbeNode:
     # The side that holds: prefill for a pull, decode for a push.
 
     def hold(self, mode: Mode, payload: Payload, slot: int, count: int, seconds: float) -> tuple[bytes, ...]:
-        """Tickets for ``count`` copies of the same blocks, one after the other; held for ``seconds``."""
+        """Tickets for ``count`` copies of the same blocks, one after the other; held for ``seconds``.
+
+        All are of one request: a block is lent to one request at a time.
+        """
+        name = f"{REQUEST}{next(_names)}"
+        tables = self.room.tables(payload, None if mode is Mode.PULL else slot)
         tickets: list[bytes] = []
-        for _ in range(count):
-            name = f"{REQUEST}{next(_names)}"
-            if mode is Mode.PULL:
-                tables = self.room.tables(payload)
-                like = tickets[0] if tickets else b""
-                ticket = self.endpoint.offer(
-                    None, tables, tokens=TOKENS, request_id=name, lease_seconds=seconds, like=like
-                )
-            else:
-                tables = self.room.tables(payload, slot)
-                ticket = self.endpoint.reserve(name, TOKENS, tables, lease_seconds=seconds)
-            tickets.append(ticket)
+        try:
+            for _ in range(count):
+                if mode is Mode.PULL:
+                    like = tickets[0] if tickets else b""
+                    ticket = self.endpoint.offer(
+                        None, tables, tokens=TOKENS, request_id=name, lease_seconds=seconds, like=like
+                    )
+                else:
+                    ticket = self.endpoint.reserve(name, TOKENS, tables, lease_seconds=seconds)
+                tickets.append(ticket)
+        except KVFerryError:
+            self.withdraw(tickets)
+            raise
         return tuple(tickets)
+
+    def withdraw(self, tickets: Sequence[bytes]) -> None:
+        """Hold these no longer, whatever became of them."""
+        for ticket in tickets:
+            self.endpoint.cancel(ticket, "the probe gave this batch of copies up")
 
     def await_release(self, ticket: bytes, seconds: float) -> TransferRecord:
         """Until this side's blocks are its own again; raises what ended the transfer."""

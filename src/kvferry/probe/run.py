@@ -21,10 +21,13 @@ from kvferry.link import (
     Sample,
     fit_link,
 )
+from kvferry.probe import words as w
+from kvferry.probe.addresses import is_loopback
 from kvferry.probe.payload import Payload, Room, sizes_up_to
 from kvferry.probe.schedule import Group, Stage, incast_stages, pair_stages
-from kvferry.probe.site import Site, close_all
+from kvferry.probe.site import OPEN_SECONDS, Site, close_all
 from kvferry.probe.sweep import Flow, Limits, sweep
+from kvferry.transport.security import Plain
 
 __all__ = ["Failure", "ProbePlan", "ProbeResult", "Progress", "probe_sites"]
 
@@ -48,6 +51,7 @@ class ProbePlan:
         ways: (0, 1) for both directions of each pair, (0,) for the first to the second node only.
         via: the proxy that data goes through, for the profile; "" for none.
         line_rate: brochure bytes a second, or None.
+        tls: whether data over tcp is encrypted, once for each; None for as the words to the agents are.
     """
 
     largest: Payload
@@ -62,6 +66,7 @@ class ProbePlan:
     ways: tuple[int, ...] = (0, 1)
     via: str = ""
     line_rate: float | None = None
+    tls: tuple[bool, ...] | None = None
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, rename={"from_node": "from", "to_node": "to"}):
@@ -117,24 +122,28 @@ class _Run:
         self._on_progress = on_progress
         self._names = _names(sites)
         self._payloads = sizes_up_to(plan.largest)
-        self._stages = _stages(sites, plan)
+        self._passes = _passes(sites, plan)
+        self._count = sum(len(stages) for _, stages in self._passes)
         self._flows: list[Flow] = []
         self._connected: set[tuple[str, str, str]] = set()
 
     async def go(self) -> ProbeResult:
-        plan, started = self._plan, time.monotonic()
-        seconds = STAGE_SECONDS * len(self._stages) if plan.seconds is None else plan.seconds
-        await self._open(seconds)
-        deadline = time.monotonic() + seconds
-        for index, stage in enumerate(self._stages):
-            now = time.monotonic()
-            until = now + max(0.0, deadline - now) / (len(self._stages) - index)
-            await self._measure(index, stage, until)
+        started = time.monotonic()
+        seconds = STAGE_SECONDS * self._count if self._plan.seconds is None else self._plan.seconds
+        left = self._count
+        for tls, stages in self._passes:
+            await self._open(seconds, tls=tls)
+            for stage in stages:
+                now = time.monotonic()
+                await self._measure(self._count - left, stage, now + max(0.0, seconds) / left, tls=tls)
+                seconds -= time.monotonic() - now
+                left -= 1
+            await self._shut()
         result = self._result()
         result.seconds = time.monotonic() - started
         return result
 
-    async def _open(self, seconds: float) -> None:
+    async def _open(self, seconds: float, *, tls: bool) -> None:
         """At every node that is there; one that cannot is left out, as long as a pair is left."""
         plan = self._plan
         room = Room.of(self._payloads, slots=max(1, plan.incast))
@@ -142,10 +151,11 @@ class _Run:
         opened = await asyncio.gather(
             *(
                 site.open(
-                    seconds + GRACE_SECONDS,
+                    max(0.0, seconds) + GRACE_SECONDS,
                     room=room,
                     transports=plan.transports,
                     integrity=plan.integrity,
+                    tls=tls,
                     via=plan.via,
                 )
                 for site in alive
@@ -160,34 +170,49 @@ class _Run:
         errors = [error for error in opened if isinstance(error, KVFerryError)]
         if errors and len(alive) - len(errors) < 2:
             raise errors[0]  # no pair is left
+        self._connected.clear()  # each pass has endpoints of its own
 
-    async def _measure(self, index: int, stage: Stage, deadline: float) -> None:
+    async def _shut(self) -> None:
+        """The end of a pass."""
+        await asyncio.gather(
+            *(site.call(w.CloseCall, OPEN_SECONDS) for site in self._sites if site.error is None),
+            return_exceptions=True,  # a node that is lost is found out by whoever asks it next
+        )
+
+    async def _measure(self, index: int, stage: Stage, deadline: float, *, tls: bool) -> None:
         limits = Limits(self._plan.repeats, deadline)
 
-        def on_shape(share: float) -> None:
-            self._on_progress(Progress(index, len(self._stages), share, self._describe(stage)))
+        def on_visit(share: float) -> None:
+            self._on_progress(Progress(index, self._count, share, self._describe(stage)))
 
-        on_shape(0.0)
-        await asyncio.gather(*(self._measure_group(group, limits, on_shape) for group in stage))
+        on_visit(0.0)
+        await asyncio.gather(*(self._measure_group(group, limits, on_visit, tls=tls) for group in stage))
 
-    async def _measure_group(self, group: Group, limits: Limits, on_shape: Callable[[float], None]) -> None:
-        flows = [self._flow(group, slot) for slot in range(len(group.pairs))]
+    async def _measure_group(
+        self, group: Group, limits: Limits, on_visit: Callable[[float], None], *, tls: bool
+    ) -> None:
+        flows = [self._flow(group, slot, tls=tls) for slot in range(len(group.pairs))]
         self._flows += flows
         for flow in flows:
             flow.error = flow.source.error or flow.target.error
         able = [flow for flow in flows if flow.error is None]
         if group.incast > 1 and len(able) < len(flows):
             able = []
-        await sweep(able, self._payloads, limits, on_shape, all_or_none=group.incast > 1)
+        await sweep(able, self._payloads, limits, on_visit, all_or_none=group.incast > 1)
 
-    def _flow(self, group: Group, number: int) -> Flow:
+    def _flow(self, group: Group, number: int, *, tls: bool) -> Flow:
         source, target = (self._sites[node] for node in group.pairs[number])
         flow = Flow(
             source,
             target,
             group.mode,
             group.transport,
-            Conditions(mode=group.mode, incast=group.incast, under_load=group.under_load),
+            Conditions(
+                mode=group.mode,
+                tls=tls and group.transport == "tcp",
+                incast=group.incast,
+                under_load=group.under_load,
+            ),
             slot=number if group.incast > 1 else 0,
         )
         way = (self._name(flow.claimant), self._name(flow.holder), group.transport)
@@ -257,7 +282,7 @@ class _Run:
             from_node=pair[0],
             to_node=pair[1],
             transport=pair[2],
-            path=first.path,
+            path=", ".join(dict.fromkeys(flow.path for flow in flows if flow.path)),
             via=self._plan.via,
             link_class=link_class(first.source, first.target),
             line_rate=self._plan.line_rate,
@@ -292,22 +317,52 @@ def link_class(source: Site, target: Site) -> str:
     return "between hosts"
 
 
-def _stages(sites: Sequence[Site], plan: ProbePlan) -> list[Stage]:
+def _passes(sites: Sequence[Site], plan: ProbePlan) -> list[tuple[bool, list[Stage]]]:
+    """Whether tcp is encrypted, and the stages of that; what is no tcp is in the first pass only."""
+    if len(sites) < 2:
+        raise InputError(f"peers: {len(sites)} given; a pair needs two")
+    encrypted = any(site.is_encrypted for site in sites)
+    found = []
+    for index, tls in enumerate((encrypted,) if plan.tls is None else plan.tls):
+        transports = tuple(name for name in plan.transports if index == 0 or name == "tcp")
+        if "tcp" in transports:
+            _check_security(sites, tls=tls)
+        if transports:
+            found.append((tls, _stages(sites, plan, transports)))
+    return found
+
+
+def _check_security(sites: Sequence[Site], *, tls: bool) -> None:
+    """Raise InputError for nodes that cannot encrypt, or will not send in plain."""
+    for site in sites:
+        about = site.about
+        if tls and not about.can_encrypt:
+            raise InputError(
+                f"tls: {about.name} has no identity to encrypt with; start its agent with --cert "
+                "(see `kvferry certs`)"
+            )
+        allowed = Plain.LOOPBACK if is_loopback(site.address) else Plain.ANYWHERE
+        if not tls and about.plain not in (allowed, Plain.ANYWHERE):
+            raise InputError(
+                f"tls: {about.name} does not send in plain; start its agent with --plain {allowed} "
+                "to allow it, or leave out --tls off"
+            )
+
+
+def _stages(sites: Sequence[Site], plan: ProbePlan, transports: tuple[str, ...]) -> list[Stage]:
     count = len(sites)
-    if count < 2:
-        raise InputError(f"peers: {count} given; a pair needs two")
     if plan.incast and not 2 <= plan.incast < count:
         raise InputError(f"incast: {plan.incast} of {count} nodes; it is from 2 to {count - 1}")
-    if plan.via and (count > 2 or plan.transports != ("tcp",)):
+    if plan.via and (count > 2 or transports != ("tcp",)):
         raise InputError("via: a proxy leads to one peer, over tcp: give two nodes and --transport tcp")
     hosts = [site.about.host_id or site.address or index for index, site in enumerate(sites)]
     stages: list[Stage] = []
     if plan.alone:
-        stages += pair_stages(hosts, plan.transports, plan.modes, ways=plan.ways)
+        stages += pair_stages(hosts, transports, plan.modes, ways=plan.ways)
     if plan.under_load:
-        stages += pair_stages(hosts, plan.transports, plan.modes, under_load=True)
+        stages += pair_stages(hosts, transports, plan.modes, under_load=True)
     if plan.incast:
-        stages += incast_stages(count, plan.incast, plan.transports, plan.modes)
+        stages += incast_stages(count, plan.incast, transports, plan.modes)
     return stages
 
 

@@ -18,13 +18,14 @@ import numpy as np
 
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError, TransportError
 from kvferry.probe import words as w
-from kvferry.probe.addresses import loopback_address
+from kvferry.probe.addresses import loopback_address, plain_of
 from kvferry.probe.agent import NoMemory
 from kvferry.probe.facts import host_facts, host_id, software, transport_facts
 from kvferry.probe.worker import Worker
 from kvferry.transport.base import Connection
 from kvferry.transport.memory import private
 from kvferry.transport.registry import transport_for
+from kvferry.transport.security import Identity, Security
 
 __all__ = ["CONNECT_SECONDS", "OPEN_SECONDS", "AgentSite", "LocalSite", "Site"]
 
@@ -41,6 +42,8 @@ class Site(ABC):
     address: str = ""
     error: KVFerryError | None = None
     opened: w.Opened
+    #: The words to it are encrypted; so is data, unless somebody wants to know the price of that.
+    is_encrypted: bool = False
 
     async def open(self, seconds: float, **fields: Any) -> None:
         """Open a probe there that lasts ``seconds``. Raises as the call."""
@@ -64,18 +67,25 @@ class AgentSite(Site):
     def __init__(self, address: str, connection: Connection) -> None:
         self.address = address
         self._connection = connection
+        self.is_encrypted = connection.path == "tcp-sealed"
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._heard = time.monotonic()
         self._tasks = [asyncio.ensure_future(task) for task in (self._read_all(), self._watch())]
 
     @classmethod
-    async def connect(cls, address: str, timeout_seconds: float = CONNECT_SECONDS) -> AgentSite:
-        """Reach an agent and ask who it is. Raises InputError, TransportError, DeadlineError, PeerError."""
+    async def connect(
+        cls, address: str, timeout_seconds: float = CONNECT_SECONDS, *, tls: Identity | None = None
+    ) -> AgentSite:
+        """Reach an agent and ask who it is; ``tls``: who this side is, where the address is encrypted.
+
+        Raises InputError, TransportError, DeadlineError, PeerError, IncompatibleError.
+        """
         kind = transport_for(address)
         if (why := kind.unavailable()) is not None:
             raise LocalError(f"{kind.scheme} does not work here: {why}")
         transport = kind(private(np.zeros(64, np.uint8)), NoMemory())
+        transport.security = Security(tls, plain_of(address, None))
         connection = await transport.connect(address, timeout_seconds)
         site = cls(address, connection)
         try:
@@ -176,8 +186,9 @@ class AgentSite(Site):
 class LocalSite(Site):
     """A node of this process: the same calls, in threads."""
 
-    def __init__(self, name: str, max_bytes: int) -> None:
+    def __init__(self, name: str, max_bytes: int, tls: Identity | None = None) -> None:
         self._max_bytes = max_bytes
+        self._security = Security(tls)
         self._ids = itertools.count(1)
         self._worker: Worker | None = None
         self._threads = ThreadPoolExecutor(4, thread_name_prefix=f"kvferry-{name}")
@@ -191,11 +202,13 @@ class LocalSite(Site):
             facts=host_facts(),
             transports=transport_facts(),
             max_bytes=max_bytes,
+            can_encrypt=tls is not None,
         )
 
     async def call(self, kind: type[Any], limit_seconds: float, **fields: Any) -> Any:
         call = kind(next(self._ids), **fields)
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._handle, call)
+        work.add_done_callback(_retrieve)  # whoever asked may have given up
         try:
             return await asyncio.wait_for(asyncio.shield(work), limit_seconds)
         except TimeoutError:
@@ -205,9 +218,15 @@ class LocalSite(Site):
 
     def _handle(self, call: w.Call) -> Any:
         if isinstance(call, w.OpenCall):
-            addresses = [loopback_address(scheme, self.about.name) for scheme in call.transports]
-            self._worker = Worker(self.about.name, call, addresses, self._max_bytes)
+            name = self.about.name
+            addresses = [loopback_address(scheme, name, tls=call.tls) for scheme in call.transports]
+            self._worker = Worker(name, call, addresses, self._max_bytes, self._security)
             return self._worker.opened
+        if isinstance(call, w.CloseCall):
+            worker, self._worker = self._worker, None
+            if worker is not None:
+                worker.close()
+            return w.Done()
         if self._worker is None:
             raise InputError("probe: none is open at this node")
         return self._worker.handle(call)
@@ -217,6 +236,11 @@ class LocalSite(Site):
         if worker is not None:
             await asyncio.to_thread(worker.close)
         self._threads.shutdown(wait=True)
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()
 
 
 async def close_all(sites: Sequence[Site]) -> None:

@@ -15,6 +15,7 @@ from kvferry.errors import ErrorRecord, PeerError
 from kvferry.link import Mode, Registration
 from kvferry.probe.node import Copied
 from kvferry.probe.payload import Payload, Room
+from kvferry.transport.security import Plain
 
 __all__ = [
     "VERSION",
@@ -67,7 +68,8 @@ class PingCall(_Call, frozen=True):
 class OpenCall(_Call, frozen=True, kw_only=True):
     """Make a pool and an endpoint for one probe; they are gone after ``seconds``, or with the connection.
 
-    ``via``: what peers connect to instead of the endpoint itself: a proxy beside them, or "".
+    ``tls``: data over tcp is encrypted by kvferry. ``via``: what peers connect to instead of the
+    endpoint itself: a proxy beside them, or "".
     """
 
     coordinator: _Name
@@ -75,6 +77,7 @@ class OpenCall(_Call, frozen=True, kw_only=True):
     transports: Annotated[tuple[_Name, ...], Meta(min_length=1, max_length=8)]
     integrity: bool
     seconds: _Seconds
+    tls: bool = False
     via: _Address = ""
 
 
@@ -134,7 +137,10 @@ class _Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lo
 
 
 class About(_Value, frozen=True, kw_only=True):
-    """An agent. ``host_id`` is equal for all processes of one kernel; ``zone`` is its owner's word."""
+    """An agent. ``host_id`` is equal for all processes of one kernel; ``zone`` is its owner's word.
+
+    ``can_encrypt``: it has an identity; ``plain``: where it sends in plain, a word of ``Plain``.
+    """
 
     version: int
     name: _Name
@@ -146,6 +152,8 @@ class About(_Value, frozen=True, kw_only=True):
     facts: _Facts = {}
     transports: Annotated[tuple[TransportFact, ...], Meta(max_length=64)] = ()
     max_bytes: Annotated[int, Meta(ge=0)] = 0
+    can_encrypt: bool = False
+    plain: Plain = Plain.LOOPBACK
     busy: Annotated[str, Meta(max_length=256)] = ""
 
 

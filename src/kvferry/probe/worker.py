@@ -17,6 +17,7 @@ from kvferry.probe import words as w
 from kvferry.probe.node import ProbeNode, finish
 from kvferry.probe.snapshot import PeerRate, Rates
 from kvferry.transfer import Stats
+from kvferry.transport.security import HOST_ONLY, Security
 
 __all__ = ["Worker"]
 
@@ -27,7 +28,14 @@ _numbers = itertools.count()
 class Worker:
     """One probe at one node, until ``close``. Raises as ProbeNode; CapacityError beyond ``max_bytes``."""
 
-    def __init__(self, name: str, call: w.OpenCall, addresses: Sequence[str], max_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        call: w.OpenCall,
+        addresses: Sequence[str],
+        max_bytes: int,
+        security: Security = HOST_ONLY,
+    ) -> None:
         if call.room.nbytes > max_bytes:
             raise CapacityError(
                 f"the probe wants a pool of {call.room.nbytes} bytes here, {max_bytes} are allowed",
@@ -39,7 +47,7 @@ class Worker:
         self.deadline = time.monotonic() + call.seconds
         self.rates = Rates()
         self.errors: deque[str] = deque(maxlen=_KEPT_ERRORS)
-        self._node = ProbeNode(name, call.room, addresses, integrity=call.integrity)
+        self._node = ProbeNode(name, call.room, addresses, integrity=call.integrity, security=security)
         self.opened = w.Opened(self._node.endpoint.addresses, self._node.registration, self._node.seed)
         self._handlers: dict[type[Any], Callable[[Any], Any]] = {
             w.HoldCall: self._hold,
@@ -86,12 +94,16 @@ class Worker:
         return w.Copies(tuple(copies), tuple(handshakes))
 
     def _collect(self, call: w.CollectCall) -> w.Copies:
-        if call.mode is Mode.PUSH:
-            # Asked for before the first arrives: a copy that has come and gone is no longer known.
-            moves = [self._node.expect(ticket) for ticket in call.tickets]
-            return w.Copies(tuple(self.rates.note(finish(move)) for move in moves))
-        for ticket in call.tickets:
-            self._node.await_release(ticket, call.seconds)
+        try:
+            if call.mode is Mode.PUSH:
+                # Asked for before the first arrives: a copy that has come and gone is no longer known.
+                moves = [self._node.expect(ticket) for ticket in call.tickets]
+                return w.Copies(tuple(self.rates.note(finish(move)) for move in moves))
+            for ticket in call.tickets:
+                self._node.await_release(ticket, call.seconds)
+        except KVFerryError:
+            self._node.withdraw(call.tickets)
+            raise
         return w.Copies()
 
     def _compare(self, call: w.CompareCall) -> w.Done:
