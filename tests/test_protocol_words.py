@@ -52,6 +52,8 @@ MESSAGES: list[m.Message] = [
     m.Granted(ID, (m.WireTable(b""),), 7, HeldPrefix(4, b"h" * 16), 1000, ID),
     m.Busy(ID, 50, "full"),
     m.Ready(ID, 0, 3, 0, 16, 4, ID),
+    m.Pack(ID, 0, 3, 0, 16, 4),
+    m.Packed(ID, 4, 1 << 20),
     m.Moved(ID),
     m.Commit(ID, b"", b"\0" * 8, b"\1" * 8, 4),
     m.Committed(ID, 1 << 40, 9, 3),

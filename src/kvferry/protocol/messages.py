@@ -17,7 +17,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvferry.errors import ErrorRecord, InputError, KVFerryError, PeerError
-from kvferry.layout import BlockTable, PoolLayout, Role
+from kvferry.layout import BlockTable, Conversions, PoolLayout, Role
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.state import Fingerprint
 
@@ -39,6 +39,8 @@ __all__ = [
     "Mismatch",
     "Moved",
     "Offered",
+    "Pack",
+    "Packed",
     "Party",
     "Portion",
     "Ready",
@@ -112,6 +114,7 @@ class Party(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``incarnation`` is random per process life: after a restart, old tickets fail closed.
     It says something each ``heartbeat_ms`` and takes ``lost_ms`` of silence for the peer's end.
     ``integrity`` says whether this side wants digests compared before commit; both must agree.
+    ``conversions``: what may be done to what is not alike, and ``window_nbytes`` of it at a time.
     """
 
     name: Name
@@ -121,6 +124,8 @@ class Party(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_ms: Milliseconds
     lost_ms: Milliseconds
     integrity: bool
+    conversions: Conversions | None = None
+    window_nbytes: Count = 0
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
@@ -224,6 +229,26 @@ class Ready(_TransferMessage, frozen=True):
     grant: Id
 
 
+class Pack(_TransferMessage, frozen=True):
+    """Where the pair converts: pack this window of these layers and tokens, for decode to read.
+
+    Windows are asked for in order. One past the last says that decode has read them all.
+    """
+
+    first_layer: Count
+    stop_layer: Count
+    first_token: Count
+    stop_token: Count
+    window: Count
+
+
+class Packed(_TransferMessage, frozen=True):
+    """That window lies at this offset of prefill's memory, until the next but one is asked for."""
+
+    window: Count
+    offset: Count
+
+
 class Moved(_TransferMessage, frozen=True):
     """Pull: every byte has landed at decode; prefill may commit."""
 
@@ -295,6 +320,8 @@ TransferMessage = (
     | Granted
     | Busy
     | Ready
+    | Pack
+    | Packed
     | Moved
     | Commit
     | Committed

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import ErrorRecord
-from kvferry.layout import PoolLayout
+from kvferry.layout import Conversions, PoolLayout
 from kvferry.protocol.messages import Portion, WireTable
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.state import Requirements
@@ -78,6 +78,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_lease_seconds: float = 3600.0
     copy_threads: int = 2
     security: Security = HOST_ONLY
+    conversions: Conversions | None = None
+    staging_nbytes: int = 0
 
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -236,7 +238,10 @@ class Outcome(_Value, frozen=True):
 
 
 class Stats(_Value, frozen=True):
-    """What a node holds now, all zero when idle; and what registering its pool with transports took."""
+    """What a node holds now, all zero when idle; and what registering its pool with transports took.
+
+    ``packing``: pairs of staging windows in use.
+    """
 
     pid: int
     transfers: int
@@ -245,6 +250,7 @@ class Stats(_Value, frozen=True):
     peers: int
     copies: int
     digesting: int
+    packing: int
     threads: int
     fds: int
     registration_seconds: float = 0.0

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvferry.errors import InputError, KVFerryError, LocalError
-from kvferry.layout import BlockTable
+from kvferry.layout import BlockTable, Conversions, numpy_dtype
 from kvferry.protocol.messages import Portion, to_wire
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.ticket import Mode, read_ticket
@@ -28,6 +28,7 @@ from kvferry.transfer import calls as c
 from kvferry.transfer.client import NodeClient
 from kvferry.transfer.handles import CALL_SECONDS, Move, Push, cancel, encode_for
 from kvferry.transfer.pool import Pool
+from kvferry.transfer.staging import MIN_WINDOW_NBYTES, window_nbytes
 from kvferry.transfer.trace import TransferRecord
 from kvferry.transport.security import Identity, Plain, Security
 
@@ -48,6 +49,7 @@ class Endpoint:
         self._timeouts = timeouts
         self.pool = pool
         self.requirements = requirements
+        self.conversions: Conversions | None = None
         self.addresses: tuple[str, ...] = ()
         self.incarnation = b""
 
@@ -65,6 +67,7 @@ class Endpoint:
         copy_threads: int = 2,
         tls: Identity | None = None,
         plain: Plain | str = Plain.LOOPBACK,
+        conversions: Conversions | None = None,
     ) -> Endpoint:
         """An endpoint that can pull and push, but that nobody can reach yet.
 
@@ -80,6 +83,8 @@ class Endpoint:
             tls: who this endpoint is, to encrypt tcp with; needed for addresses off loopback.
             plain: where tcp may be plain: ``never``, on ``loopback``, or ``anywhere`` that an address
                 says ``?plain=yes``.
+            conversions: what may be done to blocks that the peer stores otherwise; both sides say so.
+                The pool needs staging for it. None: an unlike pair is refused.
         """
         timeouts = timeouts or c.Timeouts()
         memory = pool.memory
@@ -95,9 +100,13 @@ class Endpoint:
             max_transfers=max_transfers,
             copy_threads=copy_threads,
             security=Security(tls, _plain(plain)),
+            conversions=conversions,
+            staging_nbytes=_staging(pool, conversions, copy_threads),
         )
         client = NodeClient(config, memory, process=memory.fd is not None if process is None else process)
-        return cls(client, pool, timeouts, requirements)
+        endpoint = cls(client, pool, timeouts, requirements)
+        endpoint.conversions = conversions
+        return endpoint
 
     @classmethod
     def listen(cls, address: str | Sequence[str], *, pool: Pool, **options: Any) -> Endpoint:
@@ -339,6 +348,21 @@ def _name(peer: str) -> str:
     if not isinstance(peer, str) or len(peer) > _MAX_REQUEST_ID:
         raise InputError(f"peer: {peer!r:.80} is no name of at most {_MAX_REQUEST_ID} characters")
     return peer
+
+
+def _staging(pool: Pool, conversions: Conversions | None, copy_threads: int) -> int:
+    """The staging that the node may use. Raises InputError, or LocalError where a package is missing."""
+    if conversions is None:
+        return 0
+    if window_nbytes(pool.staging_nbytes, copy_threads) < MIN_WINDOW_NBYTES:
+        raise InputError(
+            f"pool: {pool.staging_nbytes} bytes of staging are too few for conversions",
+            next_step="make it by Pool.allocate(layout, staging_nbytes=DEFAULT_STAGING_NBYTES)",
+        )
+    dtypes = {tensor.dtype for group in pool.layout.groups for tensor in group.tensors}
+    for name in (*dtypes, *([conversions.wire.value] if conversions.wire else ())):
+        numpy_dtype(name)
+    return pool.staging_nbytes
 
 
 def _plain(plain: Plain | str) -> Plain:

@@ -104,9 +104,8 @@ def _take_offered(session: Session, message: m.Offered) -> None:
 
 
 def _take_granted(session: Session, message: m.Granted) -> None:
-    assert session.peer is not None
     session.peer_tables = m.from_wire(message.tables)
-    if session.peer.connection.can_write:  # else decode will read, by a grant of ours
+    if session.payload.writes:  # else decode will read, by a grant of ours
         session.grant = message.grant
     session.held_tokens = _agree_on_all(session, message.held)
     session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
@@ -117,6 +116,14 @@ def _take_ready(session: Session, message: m.Ready) -> None:
     session.grant = message.grant
     layers = range(message.first_layer, message.stop_layer)
     session.payload.add(Part(layers, (message.first_token, min(message.stop_token, session.tokens))))
+
+
+def _take_pack(session: Session, message: m.Pack) -> None:
+    session.payload.packing.ask(message)
+
+
+def _take_packed(session: Session, message: m.Packed) -> None:
+    session.payload.unpacking.packed(message)
 
 
 def _take_commit(session: Session, message: m.Commit) -> None:
@@ -184,6 +191,8 @@ _TAKE: dict[type[m.TransferMessage], Callable[[Session, Any], None]] = {
     m.Offered: _take_offered,
     m.Granted: _take_granted,
     m.Ready: _take_ready,
+    m.Pack: _take_pack,
+    m.Packed: _take_packed,
     m.Commit: _take_commit,
     m.Committed: _take_committed,
     m.Busy: _take_busy,

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError, PeerError
 from kvferry.layout import PoolLayout
 from kvferry.protocol import messages as m
-from kvferry.protocol.table import Event, Phase
+from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Ticket, open_ticket, seal_ticket
 from kvferry.transfer.calls import NodeConfig
 from kvferry.transfer.checks import before_move, before_visible
@@ -22,8 +22,11 @@ from kvferry.transfer.integrity import DigestTable
 from kvferry.transfer.lease import Grants
 from kvferry.transfer.ledger import Ledger
 from kvferry.transfer.peer import Peer
+from kvferry.transfer.pool import staging_offset
 from kvferry.transfer.portions import check_portions
 from kvferry.transfer.session import Session
+from kvferry.transfer.staging import Staging
+from kvferry.transfer.windows import check_form
 from kvferry.transport.base import Memory
 from kvferry.transport.security import names_match
 
@@ -34,6 +37,8 @@ _EVENTS: dict[type[m.TransferMessage], Event] = {
     m.Granted: Event.GOT_GRANTED,
     m.Busy: Event.GOT_BUSY,
     m.Ready: Event.GOT_READY,
+    m.Pack: Event.GOT_PACK,
+    m.Packed: Event.GOT_PACKED,
     m.Moved: Event.GOT_MOVED,
     m.Commit: Event.GOT_COMMIT,
     m.Committed: Event.GOT_COMMITTED,
@@ -56,14 +61,16 @@ class Node:
         self.memory = memory
         self.grants = Grants()
         self.ledger = Ledger(config.max_transfers, config.layout)
+        self.staging = Staging(staging_offset(config.layout), config.staging_nbytes, config.copy_threads)
         self.incarnation = secrets.token_bytes(16)
         # Copies and digests that this side starts. Named, so that a leak has a name.
         self.copiers = ThreadPoolExecutor(
             config.copy_threads, thread_name_prefix=f"kvferry-copy-{config.name}"
         )
         self._key = secrets.token_bytes(32)
+        self.party = _party(config, self.incarnation, self.staging.window_nbytes)
         self.directory = Directory(
-            _party(config, self.incarnation),
+            self.party,
             config.timeouts,
             memory,
             self.grants,
@@ -102,6 +109,7 @@ class Node:
 
     def forget(self, session: Session) -> None:
         """The session has ended and holds nothing."""
+        session.payload.packing.release()
         self.ledger.forget(session)
 
     def check_before_move(self, session: Session) -> None:
@@ -155,6 +163,8 @@ class Node:
                 raise self._no_hold(ticket)
             _check_claimant(ticket, peer)
             _check_claimed(claim.portions, self.config.layout, peer.party.layout)
+            gives = session.role is Role.PREFILL
+            check_form(self.party, peer.party, gives=gives, portions=claim.portions)
             moving = self.ledger.num_working
             if moving < self.config.max_moving:
                 session.claimed(peer, claim)
@@ -199,7 +209,7 @@ def _check_claimed(portions: tuple[m.Portion, ...], ours: PoolLayout, theirs: Po
         raise PeerError(error.message, now_true="nothing was granted; the ticket stays good") from None
 
 
-def _party(config: NodeConfig, incarnation: bytes) -> m.Party:
+def _party(config: NodeConfig, incarnation: bytes, window_nbytes: int) -> m.Party:
     return m.Party(
         config.name,
         incarnation,
@@ -208,4 +218,6 @@ def _party(config: NodeConfig, incarnation: bytes) -> m.Party:
         heartbeat_ms=int(config.timeouts.heartbeat * 1e3),
         lost_ms=int(config.timeouts.lost * 1e3),
         integrity=config.integrity,
+        conversions=config.conversions,
+        window_nbytes=window_nbytes,
     )

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.errors import DeadlineError, KVFerryError, LocalError, PeerError
-from kvferry.layout import BlockTable
+from kvferry.layout import BlockTable, WireTensor
 from kvferry.protocol import messages as m
+from kvferry.protocol.compat import pair_form
 from kvferry.protocol.machine import Machine
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.table import (
@@ -35,6 +36,7 @@ from kvferry.transfer.calls import Arrival, NodeConfig, Outcome
 from kvferry.transfer.exchange import take
 from kvferry.transfer.payload import Part, Payload
 from kvferry.transfer.trace import PhaseClock, TransferRecord
+from kvferry.transfer.windows import used_conversions
 
 if TYPE_CHECKING:
     from kvferry.transfer.node import Node
@@ -102,6 +104,13 @@ class Session:
         self._timer: asyncio.TimerHandle | None = None
         self._failing_phase = self.machine.phase
         self.set_timer()
+
+    @property
+    def form(self) -> tuple[WireTensor, ...] | None:
+        """What of this transfer crosses converted; None where copies do. Once the peer is known."""
+        assert self.peer is not None
+        gives = self.role is Role.PREFILL
+        return pair_form(self.node.party, self.peer.party, gives=gives, portions=self.portions)
 
     # Events.
 
@@ -311,6 +320,7 @@ class Session:
             chunks=chunks,
             state_nbytes=len(self.state),
             integrity=self.config.integrity,
+            conversions=() if self.peer is None else used_conversions(self.form),
             timings=self.clock.timings(),
         )
 
