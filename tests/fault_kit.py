@@ -35,7 +35,7 @@ from kvferry.protocol.ticket import Mode
 from kvferry.transfer import Stats
 from kvferry.transfer.retry import NextTry, advice
 
-__all__ = ["CASES", "Case", "Fault", "Result", "Stage", "play", "wait_stopped"]
+__all__ = ["CASES", "SCHEMES", "Case", "Fault", "Result", "Stage", "play", "wait_stopped"]
 
 # Timeout and lease of everything that takes part in a fault; an error may come GRACE after it.
 DEADLINE_SECONDS = 1.5
@@ -43,8 +43,11 @@ GRACE_SECONDS = 1.0
 # Time for what has no fault in it, on a machine that is busy.
 PATIENCE_SECONDS = 30.0
 NUM_BLOCKS = 64
-# One control socket, and one data channel each way.
-FDS_A_PEER = 3
+SCHEMES = tuple(os.environ.get("KVFERRY_FAULT_SCHEMES", "tcp,shm").split(","))
+# One control socket, and one data channel each way; libraries have sockets of their own beside, and
+# some that they open with the first peer and keep.
+HAS_LIBRARY = not set(SCHEMES) <= {"tcp", "shm"}
+FDS_A_PEER, FDS_KEPT = (12, 2) if HAS_LIBRARY else (3, 0)
 
 
 class Fault(enum.StrEnum):
@@ -130,7 +133,9 @@ def _parse(text: str) -> Iterator[Case]:
         victim, mode, point, trap, phases, *endings = (cell.strip() for cell in line.split("|"))
         traps = [one.strip() for one in trap.split(",")]
         for (fault, ending), (scheme, where) in itertools.product(
-            zip(Fault, endings, strict=True), (("tcp", traps[0]), ("shm", traps[-1]))
+            # Only tcp writes; by the others decode reads, also what is pushed.
+            zip(Fault, endings, strict=True),
+            ((scheme, traps[0 if scheme == "tcp" else -1]) for scheme in SCHEMES),
         ):
             yield Case(
                 Role(victim),
@@ -172,7 +177,7 @@ class Footprint:
     def fits(self, alone: Footprint) -> bool:
         """No more than it had alone, two copy threads, and what its peers need."""
         return (
-            self.fds <= alone.fds + self.peers * FDS_A_PEER
+            self.fds <= alone.fds + FDS_KEPT + self.peers * FDS_A_PEER
             and self.threads <= alone.threads + 2 + self.peers
             and self.maps <= alone.maps + self.peers
         )

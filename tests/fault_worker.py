@@ -46,6 +46,12 @@ from reference_kit import SAMPLED, limits, prompt, start, take, tiny
 
 TIMEOUTS = Timeouts(handshake=1.5, heartbeat=0.1, lost=1.0, abort=0.3, start=1.5)
 PROMPT_TOKENS, STEPS = 75, 6
+# Other transports than the two that every worker has; see test_faults.
+OTHERS = tuple(
+    f"{scheme}://127.0.0.1:0"
+    for scheme in os.environ.get("KVFERRY_FAULT_SCHEMES", "").split(",")
+    if scheme not in ("", "shm", "tcp")
+)
 TRAP_VARIABLE = "KVFERRY_FAULT_TRAP"
 
 
@@ -118,7 +124,7 @@ class FaultWorker:
         self._lives += 1
         shm = f"shm://fault-{os.getpid()}-{self._name}-{self._lives}"
         self.endpoint = Endpoint.listen(
-            ("tcp://127.0.0.1:0", shm),
+            ("tcp://127.0.0.1:0", shm, *OTHERS),
             pool=self.pool,
             name=self._name,
             requirements=self.engine.requirements(),

@@ -1,6 +1,7 @@
 """Kill -9 and SIGSTOP of either side, at each phase, both modes, both transports: see ``fault_kit``.
 
 One case for each point runs here. All of them, as for docs/reliability.md: KVFERRY_FAULTS=all.
+KVFERRY_FAULT_SCHEMES=nixl plays them over another transport.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from concurrent.futures import Future
 import pytest
 
 from conftest import held_by_this_process, wait_until
-from fault_kit import CASES, Case, Fault, Result, play
+from fault_kit import CASES, SCHEMES, Case, Fault, Result, play
 from kvferry.protocol.table import Role, phases_of
 from kvferry.protocol.ticket import Mode
 
@@ -24,7 +25,7 @@ def chosen() -> list[Case]:
     points = list(dict.fromkeys((case.victim, case.mode, case.point) for case in CASES))
     cases = {(case.victim, case.mode, case.point, case.fault, case.scheme): case for case in CASES}
     return [
-        cases[*point, list(Fault)[index % 4], ("tcp", "shm")[index // 4 % 2]]
+        cases[*point, list(Fault)[index % 4], SCHEMES[index // 4 % len(SCHEMES)]]
         for index, point in enumerate(points)
     ]
 

@@ -10,7 +10,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvferry.layout import BlockTable, Conversions, PoolLayout
+    from kvferry.layout import BlockTable, PoolLayout
     from kvferry.model import ModelShape
     from kvferry.size import KVSize, kv_size
     from kvferry.state import ExecutionState, Requirements
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockTable",
-    "Conversions",
     "Endpoint",
     "ExecutionState",
     "Identity",
@@ -35,7 +34,6 @@ __all__ = [
 
 _HOME = {
     "BlockTable": "layout",
-    "Conversions": "layout",
     "Endpoint": "transfer",
     "ExecutionState": "state",
     "Identity": "transport.security",

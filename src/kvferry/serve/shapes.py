@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from kvferry.errors import (
     CapacityError,
     DeadlineError,
@@ -18,8 +20,9 @@ from kvferry.errors import (
 from kvferry.serve.ask import Ask
 from kvferry.serve.job import Token
 
-__all__ = ["Shape", "error_body", "http_status"]
+__all__ = ["DONE", "Shape", "error_body", "http_status", "sse"]
 
+DONE = b"data: [DONE]\n\n"
 _STATUS: tuple[tuple[type[KVFerryError], int], ...] = (
     (InputError, 400),
     (CapacityError, 503),
@@ -38,6 +41,11 @@ def http_status(error: KVFerryError) -> int:
 def error_body(error: KVFerryError, status: int) -> dict[str, Any]:
     """OpenAI's error object; ``type`` is the kind of our error."""
     return {"error": {"message": str(error), "type": error.kind, "code": status, "param": None}}
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class Shape:

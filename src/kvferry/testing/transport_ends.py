@@ -221,4 +221,5 @@ class EndTests(TransportFixture):
         threading.Event().wait(0.1)  # what just ran goes to sleep
         before = idle_switches()
         threading.Event().wait(0.5)
-        assert idle_switches() == before
+        # A thread of an earlier test may end meanwhile; none wakes up, and none is new.
+        assert idle_switches().items() <= before.items()

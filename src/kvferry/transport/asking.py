@@ -80,7 +80,6 @@ class Asking:
                 is_settled = channel.settle(patience)
             finally:
                 if not is_settled:
-                    channel.is_in_step = False
                     self._give_back(channel)
             if is_settled:
                 return channel

@@ -7,7 +7,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,19 @@ from kvferry.transport.wire import (
 if TYPE_CHECKING:
     from kvferry.transport.seal import ChannelSeals
 
-__all__ = ["Channel", "make_marks", "vector_of"]
+__all__ = ["Channel", "Unsettled", "make_marks", "vector_of"]
+
+
+class Unsettled(Protocol):
+    """Memory that a peer writes into without this side's doing."""
+
+    was_admitted: bool
+
+    def settled(self) -> None:
+        """The peer has said that it is over."""
+
+    def abandoned(self) -> None:
+        """The channel is gone before the peer has said so."""
 
 
 def vector_of(*buffers: NDArray[np.generic]) -> IOVecs:
@@ -62,6 +74,8 @@ class Channel:
         self.is_in_step = True
         #: The peer still owes a DONE of so many bytes; None when it owes nothing.
         self.owed_nbytes: int | None = None
+        #: What the peer may still write into, until its DONE or ENDED.
+        self.unsettled: Unsettled | None = None
 
     @property
     def is_sealed(self) -> bool:
@@ -121,6 +135,15 @@ class Channel:
             self.raise_reason(length, patience)
         raise malformed(f"mark {found} of {length} bytes, not {kind.name}", patience.peer)
 
+    def read_word(self, patience: Patience, *expected: Kind) -> Kind:
+        """Receive one of the expected marks, of any number of bytes. Raises as ``read_mark`` does."""
+        mark = self.read(MARK.itemsize, patience)
+        magic, found, nbytes = mark.view(MARK)[0].tolist()
+        if magic == MARK_MAGIC and found in expected:
+            return Kind(found)
+        self.check_mark(mark.tobytes(), expected[0], patience, nbytes)
+        return expected[0]
+
     def raise_reason(self, nbytes: int, patience: Patience) -> NoReturn:
         if nbytes > MAX_REASON_NBYTES:
             raise malformed(f"a reason of {nbytes} bytes", patience.peer)
@@ -131,13 +154,45 @@ class Channel:
     def settle(self, patience: Patience) -> bool:
         """Take what the peer owes; False if the channel is of no more use. Raises at the limits."""
         owed, self.owed_nbytes = self.owed_nbytes, None
+        self.is_in_step = False
         try:
             if owed is not None:
                 self.read_mark(Kind.DONE, patience, owed)
+            if self.unsettled is not None:
+                self._read_to_end(self.unsettled, patience)
         except (PeerError, TransportError):
             return False
         # Between requests the peer has nothing to say: input means that it hung up.
-        return not self.has_input()
+        self.is_in_step = not self.has_input()
+        return self.is_in_step
+
+    def take_settled(self) -> None:
+        """The peer has said its last word: whatever it wrote into is free."""
+        unsettled, self.unsettled = self.unsettled, None
+        if unsettled is not None:
+            unsettled.settled()
+
+    def _read_to_end(self, unsettled: Unsettled, patience: Patience) -> None:
+        """Pass over what comes before the peer's last word. At the limits the channel can try again."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        word = Kind.DATA
+        while word is not Kind.DONE:
+            self.is_in_step = True
+            patience.wait(poll)
+            self.is_in_step = False
+            try:
+                word = self.read_word(patience, Kind.ADMITTED, Kind.DATA, Kind.DONE)
+            except PeerError:
+                if not self.is_in_step:
+                    raise  # no mark
+                if not unsettled.was_admitted:  # refused: nobody will read what was said after the request
+                    self.take_settled()
+                    raise
+                word = Kind.DONE
+            if word is Kind.ADMITTED:
+                unsettled.was_admitted = True
+        self.take_settled()
 
     def has_input(self) -> bool:
         """The peer said something, or is gone; never waits."""
@@ -181,4 +236,7 @@ class Channel:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        unsettled, self.unsettled = self.unsettled, None
+        if unsettled is not None:
+            unsettled.abandoned()
         self._sock.close()

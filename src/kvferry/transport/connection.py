@@ -68,7 +68,7 @@ class SocketConnection(Connection):
         self.memory = memory
         self.guard = guard
         self.streams = streams
-        self._is_sealed = tls is not None
+        self._tls = tls
         self.peer_names = () if tls is None else tls.peer_names
         self._open_channel = open_channel
         self._loop = asyncio.get_running_loop()
@@ -98,7 +98,7 @@ class SocketConnection(Connection):
     @property
     def is_sealed(self) -> bool:
         """Control goes through TLS, and data channels are sealed."""
-        return self._is_sealed
+        return self._tls is not None
 
     async def start(self, sock: socket.socket) -> None:
         """Take over the greeted control socket. The connecting side also opens the first channels."""

@@ -35,6 +35,7 @@ class Signal(enum.IntEnum):
     FRAME = 0
     OPEN_CHANNEL = 1
     CANNOT_OPEN = 2
+    DRIVE = 3
 
 
 def broken(reason: str, peer: str) -> TransportError:

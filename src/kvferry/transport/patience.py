@@ -38,6 +38,10 @@ class Patience:
             token.raise_if_cancelled()
         self.check_deadline()
 
+    def is_over(self) -> bool:
+        """``check`` would raise."""
+        return time.monotonic() >= self.deadline or any(token.is_cancelled for token in self.tokens)
+
     def check_deadline(self) -> None:
         if time.monotonic() >= self.deadline:
             raise DeadlineError(

@@ -142,7 +142,7 @@ class Serving:
             handler(channel, request, patience)
         finally:
             guard.leave(request.transfer_id)
-        if request.operation is not Operation.READ:
+        if request.operation in (Operation.WRITE, Operation.LOOK):
             # The copy is over: that the grant ends from here on is for the protocol to say.
             patience = Patience(deadline, (self._ended,), self._peer)
             channel.write_mark(Kind.DONE, patience, int(request.nbytes.sum()))

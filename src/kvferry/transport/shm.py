@@ -14,7 +14,7 @@ import socket
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import CapacityError, InputError, KVFerryError, LocalError, TransportError
+from kvferry.errors import CapacityError, InputError, KVFerryError, TransportError
 from kvferry.transport.address import Address, parse_address
 from kvferry.transport.base import Connection, Copy, Direction, Guard, Listener, Memory, OnConnection
 from kvferry.transport.channel import Channel
@@ -29,7 +29,7 @@ from kvferry.transport.serving import Handler
 from kvferry.transport.shared_copy import Mapped, Source, copy_part, copy_strided
 from kvferry.transport.shm_offer import Cookie, check_same_user, receive_offer, send_offer, source_for
 from kvferry.transport.socket_transport import SocketTransport
-from kvferry.transport.table import Part, first_outside, lanes_for, split_copy
+from kvferry.transport.table import Part, first_outside, lanes_for, outside_of_peer, split_copy
 from kvferry.transport.wire import Operation, Request
 
 __all__ = ["ShmTransport"]
@@ -98,13 +98,7 @@ class ShmConnection(SocketConnection):
         assert source is not None  # let go only when nobody copies
         bad = first_outside(copy.plan.src_offset, copy.plan.nbytes, self._peer_nbytes)
         if bad is not None:
-            raise LocalError(
-                f"piece {bad} of the plan lies outside of the peer's memory of {self._peer_nbytes} bytes",
-                phase="move",
-                peer=self.peer_address,
-                now_true="nothing was moved",
-                next_step="make the plan with the peer's own layout",
-            )
+            raise outside_of_peer(bad, self._peer_nbytes, self.peer_address)
         return source
 
     def _let_go(self) -> None:

@@ -13,7 +13,16 @@ from kvferry.layout import CopyPlan
 from kvferry.transport.base import Copy, Direction
 from kvferry.transport.staging import STEP_NBYTES
 
-__all__ = ["MAX_PIECES", "Part", "chunk_nbytes", "first_outside", "lanes_for", "split_copy", "split_pieces"]
+__all__ = [
+    "MAX_PIECES",
+    "Part",
+    "chunk_nbytes",
+    "first_outside",
+    "lanes_for",
+    "outside_of_peer",
+    "split_copy",
+    "split_pieces",
+]
 
 Int64 = NDArray[np.int64]
 
@@ -119,3 +128,14 @@ def first_outside(offset: Int64, nbytes: Int64, limit: int) -> int | None:
     # No sum of two numbers from the peer: it could wrap around.
     bad = (nbytes < 1) | (offset < 0) | (nbytes > limit) | (offset > limit - np.minimum(nbytes, limit))
     return int(bad.argmax()) if bad.any() else None
+
+
+def outside_of_peer(piece: int, nbytes: int, peer: str) -> LocalError:
+    """The error for a plan that does not fit the peer's memory of ``nbytes``."""
+    return LocalError(
+        f"piece {piece} of the plan lies outside of the peer's memory of {nbytes} bytes",
+        phase="move",
+        peer=peer,
+        now_true="nothing was moved",
+        next_step="make the plan with the peer's own layout",
+    )

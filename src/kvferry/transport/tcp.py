@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TcpTransport"]
 
-OPTIONS = ("plain", "streams", "contact")
+OPTIONS = ("plain", "streams")
 # What a peer that takes this address for one of the other kind is told.
 _HINTS = {(Role.SEALED_CONTROL, False): Role.IS_PLAIN, (Role.CONTROL, True): Role.NEEDS_TLS}
 
@@ -123,36 +123,49 @@ class TcpConnection(SocketConnection):
 
 
 class TcpTransport(SocketTransport):
-    """``tcp://HOST:PORT``, options ``plain=yes|no``, ``streams=N`` and ``contact=HOST:PORT``.
-
-    ``contact`` is what peers are told to connect to instead: a port that is forwarded here, a proxy, or
-    the host's own address where it listens on all of them.
-    """
+    """``tcp://HOST:PORT``, options ``plain=yes|no`` and ``streams=N``."""
 
     scheme = "tcp"
+    #: What an address may say after the question mark.
+    options: ClassVar[tuple[str, ...]] = OPTIONS
+
+    def _parse(self, address: str) -> Address:
+        return parse_address(address, self.scheme, self.options)
+
+    def _connection(
+        self,
+        sock: socket.socket,
+        peer: str,
+        address: Address,
+        open_channel: OpenChannel | None,
+        sealing: Sealing | None = None,
+    ) -> TcpConnection:
+        """A connection that is not yet started; the accepting side opens no channels."""
+        return TcpConnection(
+            self.memory,
+            self.guard,
+            peer,
+            sock,
+            streams=address.streams,
+            open_channel=open_channel,
+            sealing=sealing,
+        )
 
     async def listen(self, address: str, on_connection: OnConnection) -> Listener:
-        parsed = parse_address(address, self.scheme, OPTIONS)
+        parsed = self._parse(address)
         place = (await resolve(parsed))[0]
         identity = self._identity_for(parsed, [place], is_ours=True)
         is_local = stays_here(place[1])
         sock = listening_socket(place, address)
         # Peers go by what the address says, so it says what is not the rule.
         said = {"plain": "no"} if identity is not None and is_local else {}
-        options = {**parsed.options, **said}
-        rest = options.pop("contact", None)
-        if rest is None:
-            rest = host_port(sock.getsockname())
-        else:  # the rule would go by the other place
-            options["plain"] = "yes" if identity is None else "no"
-        bound = Address(self.scheme, rest, options)
-        parse_host_port(bound)  # a contact that is no HOST:PORT is found out here
+        bound = Address(self.scheme, host_port(sock.getsockname()), {**parsed.options, **said})
         if identity is None and not is_local:
             _log.warning("%s: listens without encryption; KV blocks cross the network in plain", bound)
         return SocketListener(sock, str(bound), partial(self._greet, bound, identity, on_connection))
 
     async def connect(self, address: str, timeout_seconds: float) -> Connection:
-        parsed = parse_address(address, self.scheme, OPTIONS)
+        parsed = self._parse(address)
         if parse_host_port(parsed)[1] == 0:
             raise InputError("address: port 0 is for listening; a peer has a port of its own")
         try:
@@ -210,15 +223,7 @@ class TcpTransport(SocketTransport):
             sealing = await open_connection(sock, identity, parse_host_port(address)[0], str(address))
         except OSError as error:
             raise cannot_connect(str(address), error) from error
-        connection = TcpConnection(
-            self.memory,
-            self.guard,
-            str(address),
-            sock,
-            streams=address.streams,
-            open_channel=open_channel,
-            sealing=sealing,
-        )
+        connection = self._connection(sock, str(address), address, open_channel, sealing)
         async with given_up_on_failure(connection):
             await connection.start(sock)
         return connection
@@ -262,9 +267,7 @@ class TcpTransport(SocketTransport):
         from kvferry.transport.tcp_sealed import begin_accepted  # noqa: PLC0415 - an extra
 
         sealing, word = await begin_accepted(sock, identity, peer)
-        connection = TcpConnection(
-            self.memory, self.guard, peer, sock, streams=bound.streams, sealing=sealing
-        )
+        connection = self._connection(sock, peer, bound, None, sealing)
         async with given_up_on_failure(connection):
             self._accepted[sealing.keys.id] = connection
             await sealing.tls.send(sock, word)
@@ -286,6 +289,4 @@ class TcpTransport(SocketTransport):
     async def _hear(
         self, sock: socket.socket, peer: str, address: Address, open_channel: OpenChannel | None
     ) -> SocketConnection:
-        return TcpConnection(
-            self.memory, self.guard, peer, sock, streams=address.streams, open_channel=open_channel
-        )
+        return self._connection(sock, peer, address, open_channel)

@@ -6,6 +6,7 @@
 read     asker: request                        server: DATA frame DATA frame ... DONE, or ENDED
 write    asker: request DATA frame ... DONE    server: DONE, or ENDED at any time
 look     asker: request ... RELEASE            server: ADMITTED ... DONE, or ENDED at any time
+push     as read, through windows that a library writes into: staged.py
 
 ``look`` admits the asker to read the server's memory itself. ENDED is followed by a reason of as
 many bytes as its mark says. All integers are little-endian; tables are int64. Every number is
@@ -46,6 +47,7 @@ class Operation(enum.IntEnum):
     READ = 1
     WRITE = 2
     LOOK = 3
+    PUSH = 4
 
 
 class Kind(enum.IntEnum):
@@ -56,11 +58,16 @@ class Kind(enum.IntEnum):
     ADMITTED = 3
     RELEASE = 4
     ENDED = 5
+    FREE = 6
+    STOP = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One request as both sides know it. Offsets are in the server's memory."""
+    """One request as both sides know it. Offsets are in the server's memory.
+
+    For PUSH ``chunk_end`` holds the addresses of the asker's two windows.
+    """
 
     operation: Operation
     transfer_id: bytes
@@ -98,7 +105,8 @@ def tables_nbytes(head: bytes, peer: str) -> int:
         or not 0 <= seconds <= MAX_SECONDS
         or not 0 < pieces <= MAX_PIECES
         or chunks > MAX_PIECES
-        or (chunks > 0) != (operation == Operation.WRITE)
+        or (chunks > 0) != (operation in (Operation.WRITE, Operation.PUSH))
+        or (operation == Operation.PUSH and chunks != 2)
     ):
         raise malformed("a request head with values that are not allowed", peer)
     return int(16 * (pieces + chunks))
@@ -123,7 +131,8 @@ def decode(head: bytes, tables: NDArray[np.uint8], memory_nbytes: int, peer: str
     total = float(nbytes.astype(np.float64).sum())
     if total >= 2.0**62:
         raise malformed("a table of more bytes than any memory has", peer)
-    if chunks and (np.any(np.diff(chunk_end, prepend=0) < 0) or int(chunk_end[-1]) != int(nbytes.sum())):
+    covers = bool(chunks) and int(chunk_end[-1]) == int(nbytes.sum())
+    if operation == Operation.WRITE and (np.any(np.diff(chunk_end, prepend=0) < 0) or not covers):
         raise malformed("chunks that do not cover the pieces", peer)
     return Request(
         Operation(operation), transfer_id, seconds, bool(integrity), offset, nbytes, chunk_end, chunk_id

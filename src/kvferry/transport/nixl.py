@@ -1,0 +1,241 @@
+"""NIXL: bytes by the library that clusters run already, over whatever UCX finds between two hosts.
+
+NIXL's own listener is never used, and its metadata goes over kvferry's connection. ``move=`` says
+who moves:
+
+- ``read``: this side posts the reads. The default where UCX reads by itself (cma, RDMA).
+- ``push``: the peer writes into windows of this side. The default over tcp, where UCX has no real
+  read and its writes are two to three times as fast; see staged.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import DeadlineError, KVFerryError, LocalError, TransportError
+from kvferry.transport.address import Address
+from kvferry.transport.base import Copy, Listener, OnConnection
+from kvferry.transport.channel import Channel
+from kvferry.transport.connection import OpenChannel
+from kvferry.transport.control import Signal
+from kvferry.transport.library import LibraryConnection, LibraryTransport, decode_record, in_thread
+from kvferry.transport.look import looking, serve_look
+from kvferry.transport.memory import address_of
+from kvferry.transport.nixl_agent import NixlAgent, NixlPeer, missing, shared_agent
+from kvferry.transport.nixl_paths import UNKNOWN
+from kvferry.transport.nixl_reading import Reading
+from kvferry.transport.patience import Patience
+from kvferry.transport.serving import Handler
+from kvferry.transport.table import Part
+from kvferry.transport.tcp import TcpConnection
+from kvferry.transport.windows import Progressing
+from kvferry.transport.wire import Operation, Request
+
+if TYPE_CHECKING:
+    from kvferry.transport.tcp_sealed import Sealing
+
+__all__ = ["NixlTransport"]
+
+COOKIE_NBYTES = 16
+DRIVE_SECONDS = 1.0
+AGENT_SECONDS = 20.0
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who a side is to NIXL, and where its pool and a few known bytes lie in its process."""
+
+    agent: str
+    metadata: bytes
+    address: int
+    nbytes: int
+    cookie_address: int
+    cookie: bytes
+
+
+class NixlConnection(LibraryConnection):
+    """One peer over NIXL. ``path`` is ``nixl-`` and what UCX took: cma, tcp, rc_mlx5, ..."""
+
+    scheme = "nixl"
+
+    #: None for the better way on the path that is found.
+    move: str | None = None
+    agent: NixlAgent
+    hello: Hello
+    peer: NixlPeer | None = None
+    region: tuple[int, int] | None = None
+    _drive_until = 0.0
+    _is_driving = False
+
+    def _hello(self) -> bytes:
+        self.agent = shared_agent()
+        address, nbytes = self.region = address_of(self.memory.array), self.memory.nbytes
+        self.agent.register(address, nbytes)
+        metadata = self.agent.metadata(address, nbytes)
+        return msgspec.msgpack.encode(
+            Hello(self.agent.name, metadata, address, nbytes, self.agent.cookie_address, self.agent.cookie)
+        )
+
+    def _meet(self, hello: bytes) -> None:
+        self.hello = decode_record(hello, Hello, self.peer_address)
+        peer = self.agent.meet(self.hello.agent, self.hello.metadata, self.peer_address)
+        peer.nudge = lambda: self._in_loop(self.control.signal, Signal.DRIVE)
+        self.peer = self.mover = peer
+        self.arena, self.peer_nbytes = self.agent.arena, self.hello.nbytes
+
+    async def start(self, sock: socket.socket) -> None:
+        await super().start(sock)
+        if self.move is None:
+            is_read = self.path != f"nixl-{UNKNOWN}" and "tcp" not in self.path
+            self.move = "read" if is_read else "push"
+
+    def _handlers(self) -> dict[Operation, Handler]:
+        return {**super()._handlers(), Operation.LOOK: self._serve_look}
+
+    def _read_part(self, copy: Copy, part: Part, limits: Progressing) -> NDArray[np.uint64] | None:
+        if self.move == "push":
+            return super()._read_part(copy, part, limits)
+        with self._asking.channel(limits) as channel, looking(channel, copy, part, limits) as check:
+            assert self.peer is not None
+            reading = Reading(self.peer, self.hello.address, self.memory.array, limits, check)
+            if copy.integrity:
+                return reading.summed(part, self.arena)
+            reading.direct(part)
+            return None
+
+    def _serve_look(self, channel: Channel, _request: Request, patience: Patience) -> None:
+        # Reads over tcp need it all the time; others may, to finish setting up an endpoint.
+        serve_look(channel, Progressing.of(patience, self.mover.progress))
+
+    def _on_signal(self, kind: Signal, payload: bytes) -> None:
+        if kind is not Signal.DRIVE:
+            super()._on_signal(kind, payload)
+            return
+        self._drive_until = time.monotonic() + DRIVE_SECONDS
+        if not self._is_driving:
+            self._is_driving = True
+            threading.Thread(target=self._drive, name="kvferry drives nixl", daemon=True).start()
+
+    def _drive(self) -> None:
+        """The peer waits for an end of what it gave up; that may need this side's library."""
+        with contextlib.suppress(KVFerryError), self._users.one():
+            while time.monotonic() < self._drive_until and not self._ended.is_cancelled:
+                self.mover.progress()
+                time.sleep(1e-4)
+        self._is_driving = False
+
+    def _let_go(self) -> None:
+        peer, self.peer = self.peer, None
+        if peer is not None:
+            self.agent.part(peer)
+        if self.region is not None:
+            self.agent.deregister(*self.region)
+
+    def _read_known_bytes(self, limits: Progressing) -> str:
+        pair = self.arena.take(limits)
+        with self.agent.proving:
+            self.agent.paths.news(is_self=False)
+            posted = self.mover.read(pair.addresses[0], self.hello.cookie_address, COOKIE_NBYTES)
+            try:
+                limits.until_done(posted)
+            except DeadlineError:
+                self.arena.give_back_after(posted, pair)
+                raise
+            found = pair.arrays[0][:COOKIE_NBYTES].tobytes()
+            self.arena.give_back(pair)
+            path = self.agent.paths.news(is_self=self.hello.agent == self.agent.name)
+        if found != self.hello.cookie:
+            raise TransportError(
+                "what was read is not what is there", phase="connect", peer=self.peer_address
+            )
+        return path
+
+
+async def _agent() -> NixlAgent:
+    """The agent. Raises LocalError when NIXL cannot make one, or does not come to an end with it."""
+    try:
+        async with asyncio.timeout(AGENT_SECONDS):
+            return await in_thread(shared_agent)
+    except TimeoutError as error:
+        raise LocalError(
+            f"NIXL has made no agent within {AGENT_SECONDS:g} s",
+            phase="listen",
+            peer="this process",
+            now_true="nothing is held, but NIXL still tries",
+            next_step="see that UCX can reach this host itself: is the interface lo up, and is the one that "
+            "UCX_NET_DEVICES names?",
+        ) from error
+
+
+class NixlListener(Listener):
+    """Keeps the pool registered while it listens."""
+
+    def __init__(self, inner: Listener, agent: NixlAgent, region: tuple[int, int]) -> None:
+        self.address = inner.address
+        self._inner = inner
+        self._agent = agent
+        self._region: tuple[int, int] | None = region
+
+    async def close(self) -> None:
+        region, self._region = self._region, None
+        await self._inner.close()
+        if region is not None:
+            self._agent.deregister(*region)
+
+
+class NixlTransport(LibraryTransport):
+    """``nixl://HOST:PORT``, options ``move=read|push``, ``plain=yes|no`` and ``streams=N``."""
+
+    scheme = "nixl"
+    options = ("plain", "streams", "move")
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return missing()
+
+    def _parse(self, address: str) -> Address:
+        parsed = super()._parse(address)
+        parsed.choice("move", "read", "push")
+        return parsed
+
+    async def listen(self, address: str, on_connection: OnConnection) -> Listener:
+        self._parse(address)
+        # The agent is made and the pool registered before the first peer comes, which then waits for neither.
+        agent = await _agent()
+        region = address_of(self.memory.array), self.memory.nbytes
+        await in_thread(lambda: agent.register(*region))
+        try:
+            listener = await super().listen(address, on_connection)
+        except BaseException:
+            agent.deregister(*region)
+            raise
+        return NixlListener(listener, agent, region)
+
+    def _connection(
+        self,
+        sock: socket.socket,
+        peer: str,
+        address: Address,
+        open_channel: OpenChannel | None,
+        sealing: Sealing | None = None,
+    ) -> TcpConnection:
+        self._check_payload(sock, address, open_channel)
+        connection = NixlConnection(
+            self.memory,
+            self.guard,
+            peer,
+            sock,
+            streams=address.streams,
+            open_channel=open_channel,
+            sealing=sealing,
+        )
+        connection.move = address.options.get("move")
+        return connection

@@ -1,0 +1,143 @@
+"""Reads that this side posts. With integrity they land in windows, are summed there, and scattered.
+
+Without, they land in the pool at once. NIXL has no cancel, and giving a request back does not stop
+it: seen over tcp, nine tenths of a copy landed after the request and its peer had been let go of.
+So such a read ends when the library is through with the pool, which may be after its deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import DeadlineError, KVFerryError, LocalError, TransportError
+from kvferry.transport.digest import ChunkDigests
+from kvferry.transport.memory import address_of
+from kvferry.transport.nixl_agent import NixlPeer, NixlPosted
+from kvferry.transport.patience import Patience
+from kvferry.transport.staged import Steps
+from kvferry.transport.staging import step_starts
+from kvferry.transport.table import Part, split_pieces
+from kvferry.transport.windows import Arena, Progressing
+
+__all__ = ["Reading"]
+
+Bytes = NDArray[np.uint8]
+Int64 = NDArray[np.int64]
+Check = Callable[[], None]
+
+# Over cma a post lasts as long as its bytes: these take about 5 ms, and 4 KiB pieces at most 50 ms.
+SLICE_NBYTES = 32 << 20
+SLICE_PIECES = 8192
+# A NIC ends what it cannot finish within seconds. After this long a person has to look.
+SETTLE_SECONDS = 120.0
+NUDGE_SECONDS = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class Reading:
+    """One copy's reads from the peer's pool at address ``base`` into ``array``.
+
+    ``check`` is called between pieces of work; it raises when the copy must end.
+    """
+
+    def __init__(self, peer: NixlPeer, base: int, array: Bytes, patience: Progressing, check: Check) -> None:
+        self._peer = peer
+        self._base = base
+        self._array = array
+        self._patience = patience
+        self._check = check
+
+    def summed(self, part: Part, arena: Arena) -> NDArray[np.uint64]:
+        """Read one part through windows; the digests of its chunks."""
+        steps = Steps(self._array, part.here, part.nbytes)
+        _, (there,) = split_pieces(part.nbytes, part.there)
+        sums = ChunkDigests(part.chunk_end)
+        pair = arena.take(self._patience)
+        posted: NixlPosted | None = None
+
+        def post(index: int) -> NixlPosted:
+            pieces = slice(*steps.borders[index])
+            nbytes = steps.nbytes[pieces]
+            window = rows(pair.addresses[index % 2], nbytes.cumsum() - nbytes, nbytes)
+            return self._peer.post("READ", window, rows(self._base, there[pieces], nbytes))
+
+        try:
+            for index, (first, last) in enumerate(steps.borders):
+                posted = posted or post(index)
+                self._patience.until_done(posted)
+                posted = None
+                self._check()
+                if index + 1 < len(steps.borders):
+                    posted = post(index + 1)
+                landed = pair.arrays[index % 2][: steps.step_nbytes[index]]
+                sums.feed(landed)
+                steps.pieces.scatter(first, last, landed)
+        finally:
+            if posted is None:
+                arena.give_back(pair)
+            else:
+                arena.give_back_after(posted, pair)
+        return sums.digests()
+
+    def direct(self, part: Part) -> None:
+        """Read one part straight into the pool."""
+        nbytes, (here, there) = split_pieces(part.nbytes, part.here, part.there, limit=SLICE_NBYTES)
+        for first, last in _slices(nbytes):
+            pieces = slice(first, last)
+            posted = self._peer.post(
+                "READ",
+                rows(address_of(self._array), here[pieces], nbytes[pieces]),
+                rows(self._base, there[pieces], nbytes[pieces]),
+            )
+            try:
+                self._patience.until_done(posted)
+            except TransportError:
+                raise
+            except KVFerryError:
+                self._settle(posted)
+                raise
+            self._check()
+
+    def _settle(self, posted: NixlPosted) -> None:
+        """Wait until the library is through with the pool, whatever the limits say."""
+        peer, until = self._patience.peer, time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < until:
+            self._peer.nudge()
+            limits = Patience(time.monotonic() + NUDGE_SECONDS, (), peer)
+            try:
+                Progressing.of(limits, self._peer.progress).until_done(posted)
+            except DeadlineError:
+                continue
+            except TransportError:
+                pass  # it failed: that is an end too
+            return
+        _log.critical("%s: NIXL does not end a read after %g s", peer, SETTLE_SECONDS)
+        raise LocalError(
+            f"NIXL does not end a read that was given up {SETTLE_SECONDS:g} s ago",
+            phase="move",
+            peer=peer,
+            now_true="it may still write into the destination blocks: they must not be used",
+            next_step="restart this process",
+        )
+
+
+def _slices(nbytes: Int64) -> Iterator[tuple[int, int]]:
+    """First and last + 1 piece of each post."""
+    for first, last in pairwise(step_starts(nbytes, SLICE_NBYTES).tolist()):
+        for start in range(first, last, SLICE_PIECES):
+            yield start, min(start + SLICE_PIECES, last)
+
+
+def rows(base: int, offset: Int64, nbytes: Int64) -> NDArray[np.uint64]:
+    """Address, bytes and device of each piece, as NIXL takes them: uint64, [pieces, 3]."""
+    table = np.zeros((len(nbytes), 3), np.uint64)
+    table[:, 0] = offset.astype(np.uint64) + np.uint64(base)
+    table[:, 1] = nbytes
+    return table

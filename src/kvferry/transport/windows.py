@@ -1,0 +1,182 @@
+"""Staging memory that a foreign library reads and writes in our place: the pools stay ours.
+
+Such libraries have no cancel: one that was told to stop may go on writing for as long as its peer
+lives (docs/decisions/0131). So they write into windows, and the pool gets the bytes from there, by
+our own copy. A window whose last use is not known to be over is never used again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import CapacityError
+from kvferry.transport.memory import address_of
+from kvferry.transport.patience import SLICE_SECONDS, Patience
+from kvferry.transport.staging import STEP_NBYTES
+
+__all__ = ["MAX_PAIRS", "WINDOW_NBYTES", "Arena", "Mover", "Pair", "Posted", "Progressing"]
+
+# Any staging step fits: steps of STEP_NBYTES with pieces of at most that are below twice of it.
+WINDOW_NBYTES = 2 * STEP_NBYTES
+# Of one process: 128 MiB of addresses, of which only what is used gets pages.
+MAX_PAIRS = 32
+# How long a wait that drives the library sleeps between two looks, while things move and after a while.
+_SHORT_SECONDS, _LONG_SECONDS = 5e-5, 1e-3
+_BUSY_SECONDS = 0.05
+
+
+class Posted(Protocol):
+    """A transfer that a library was asked for."""
+
+    def is_done(self) -> bool:
+        """The library touches neither side's memory for it any more. Raises TransportError if it failed."""
+
+
+class Mover(Protocol):
+    """A library that moves bytes to and from one peer. Any thread may call."""
+
+    def read(self, here: int, there: int, nbytes: int) -> Posted:
+        """From ``there`` in the peer's memory to address ``here``. Raises TransportError."""
+
+    def write(self, here: int, there: int, nbytes: int) -> Posted:
+        """From address ``here`` to ``there`` in the peer's memory. Raises TransportError."""
+
+    def progress(self) -> None:
+        """Let the library do what it has to: it has no thread of its own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Progressing(Patience):
+    """Limits whose waits drive a library, by which alone the peer gets on."""
+
+    progress: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(cls, patience: Patience, progress: Callable[[], None]) -> Progressing:
+        """The same limits."""
+        return cls(
+            patience.deadline, patience.tokens, patience.peer, patience.phase, patience.is_polite, progress
+        )
+
+    def wait(self, poll: select.poll) -> list[tuple[int, int]]:
+        started = time.monotonic()
+        while True:
+            events = poll.poll(0)
+            if events:
+                return events
+            waited = self.pause(started)
+            if self.is_polite and waited < SLICE_SECONDS:
+                self.check_deadline()
+            else:
+                self.check()
+
+    def until_done(self, posted: Posted) -> None:
+        """Wait for a posted transfer. Raises at the limits, or what broke it; then it may not be over."""
+        started = time.monotonic()
+        while not posted.is_done():
+            self.pause(started)
+            self.check()
+
+    def pause(self, started: float) -> float:
+        """Drive the library, sleep a little; how long the wait has been, in seconds."""
+        self.progress()
+        waited = time.monotonic() - started
+        time.sleep(_SHORT_SECONDS if waited < _BUSY_SECONDS else _LONG_SECONDS)
+        return waited
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """Two windows, used by turns. ``arrays``: uint8, WINDOW_NBYTES each."""
+
+    arrays: tuple[NDArray[np.uint8], NDArray[np.uint8]]
+    addresses: tuple[int, int]
+
+
+class Arena:
+    """All window pairs of a process, in one region that is registered once with the library."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.nbytes = MAX_PAIRS * 2 * WINDOW_NBYTES + mmap.PAGESIZE
+        self.array = np.frombuffer(mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE), np.uint8)
+        self.address = address_of(self.array)
+        self._changed = threading.Condition()
+        self._idle = [self._pair(index) for index in range(MAX_PAIRS)]
+        self._quarantined = 0
+        # Transfers that nobody waits for any more, and what their end sets free.
+        self._unsettled: list[tuple[Posted, Pair]] = []
+
+    def keep(self, data: bytes) -> int:
+        """Put a few known bytes, at most a page, beside the windows; where they lie."""
+        start = self.nbytes - mmap.PAGESIZE
+        self.array[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        return self.address + start
+
+    @property
+    def num_quarantined(self) -> int:
+        """Pairs that are never used again."""
+        return self._quarantined
+
+    def take(self, patience: Patience) -> Pair:
+        """A pair that nothing touches. Raises CapacityError when all are quarantined, or at the limits."""
+        with self._changed:
+            while True:
+                patience.check()
+                self._settle()
+                if self._idle:
+                    return self._idle.pop()
+                if self._quarantined >= MAX_PAIRS:
+                    raise CapacityError(
+                        f"all {MAX_PAIRS} pairs of staging windows of {self._name} were left to peers "
+                        "that went in the middle of a copy",
+                        phase="move",
+                        peer=patience.peer,
+                        now_true="nothing was moved",
+                        next_step="restart this process",
+                    )
+                self._changed.wait(SLICE_SECONDS)
+
+    def give_back(self, pair: Pair) -> None:
+        """Nothing touches it any more."""
+        with self._changed:
+            self._idle.append(pair)
+            self._changed.notify()
+
+    def give_back_after(self, posted: Posted, pair: Pair) -> None:
+        """It is free once ``posted``, which this side started, is done; nobody waits for that."""
+        with self._changed:
+            self._unsettled.append((posted, pair))
+
+    def quarantine(self, pair: Pair) -> None:  # noqa: ARG002 - dropping it is all there is to do
+        """The peer may still write into it, and nothing will tell when it has stopped."""
+        with self._changed:
+            self._quarantined += 1
+            self._changed.notify()
+
+    def _settle(self) -> None:
+        still = []
+        for posted, pair in self._unsettled:
+            try:
+                is_over = posted.is_done()
+            except Exception:  # noqa: BLE001 - whatever the library says of a failure, it is over
+                is_over = True
+            if is_over:
+                self._idle.append(pair)
+            else:
+                still.append((posted, pair))
+        self._unsettled = still
+
+    def _pair(self, index: int) -> Pair:
+        starts = [(2 * index + half) * WINDOW_NBYTES for half in (0, 1)]
+        first, second = (self.array[start : start + WINDOW_NBYTES] for start in starts)
+        return Pair((first, second), (self.address + starts[0], self.address + starts[1]))
