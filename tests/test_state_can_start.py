@@ -35,6 +35,15 @@ def test_good_state_passes(state: s.ExecutionState) -> None:
     s.check_before_move(state, good_requirements(), good_expectation())
 
 
+def test_a_grammar_may_be_left_to_the_import() -> None:
+    """A side that compiles as it imports says so, and the text's own digest is checked all the same."""
+    expect = msgspec.structs.replace(good_expectation(), compiled_grammars=None)
+    s.check_before_move(good_state(), good_requirements(), expect)
+    other = change("grammar.text", "other")(good_state())
+    with pytest.raises(IncompatibleError, match=r"check 8.*grammar.digest"):
+        s.check_before_move(other, good_requirements(), expect)
+
+
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: f"{damage.check}-{damage.what}")
 def test_each_damage_is_refused_by_its_check(damage: Damage) -> None:
     """One thing wrong is refused by the check meant for it, with the field named and the right fault."""

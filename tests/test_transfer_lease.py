@@ -77,6 +77,19 @@ def test_memory_is_free_when_the_last_copy_has_left() -> None:
     assert made.when_empty(ID, lambda: None) is True
 
 
+def test_all_who_wait_for_the_memory_are_told() -> None:
+    """Two ask to be called when the last copy has left: both are, once."""
+    made, told = grants(), []
+    enter(made, [0], [10])
+    for name in ("one", "two"):
+        assert made.when_empty(ID, lambda name=name: told.append(name)) is False
+    made.leave(ID)
+    assert told == ["one", "two"]
+    enter(made, [0], [10])
+    made.leave(ID)
+    assert told == ["one", "two"]
+
+
 def test_closing_with_an_error_ends_the_copies_inside() -> None:
     """The token of an admitted copy is set with the reason when the grant ends; closing well leaves it."""
     made = grants()

@@ -455,7 +455,7 @@ def _owned_blocks(node: Node) -> Counter[int]:
 
 
 def _grants_without_session(node: Node) -> set[bytes]:
-    return {transfer for transfer in node.grants._grants if transfer not in node.ledger}
+    return set(node.grants._grants) - {session.grant for session in node.ledger}
 
 
 Transfers.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -10,7 +10,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvferry.layout import BlockTable, PoolLayout
+    from kvferry.layout import BlockTable, Conversions, PoolLayout
     from kvferry.model import ModelShape
     from kvferry.size import KVSize, kv_size
     from kvferry.state import ExecutionState, Requirements
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockTable",
+    "Conversions",
     "Endpoint",
     "ExecutionState",
     "Identity",
@@ -34,6 +35,7 @@ __all__ = [
 
 _HOME = {
     "BlockTable": "layout",
+    "Conversions": "layout",
     "Endpoint": "transfer",
     "ExecutionState": "state",
     "Identity": "transport.security",

@@ -23,7 +23,7 @@ FOUR_QUESTIONS = """\
 kvferry moves a request's KV cache and execution state from a prefill worker to a decode worker.
 
   How big is it?           kvferry size MODEL --tokens N
-  How fast is the way?     kvferry probe --loopback --out links.json; kvferry link show links.json
+  How fast is the way?     kvferry agent on each node; kvferry probe A B C --out links.json
   Does the move pay?       kvferry check MODEL --link links.json --prompt-tokens N --ttft T ...
   Where, how many?         kvferry plan cluster.toml; kvferry simulate cluster.toml
   See it move              kvferry demo; kvferry serve --kv tcp://127.0.0.1:0
@@ -33,7 +33,7 @@ kvferry moves a request's KV cache and execution state from a prefill worker to 
 
 # One module a verb, named like it, with a function of that name. They are imported only
 # when their verb (or the list of verbs) is asked for, so `kvferry --version` stays fast.
-VERBS = ("size", "probe", "link", "check", "plan", "simulate", "serve", "demo", "certs")
+VERBS = ("size", "agent", "probe", "link", "check", "plan", "simulate", "serve", "proxy", "demo", "certs")
 
 app = App(
     name="kvferry",

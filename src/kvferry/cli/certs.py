@@ -56,7 +56,7 @@ def issue(
     name: Annotated[str, Parameter(name="NAME")],
     /,
     *,
-    host: tuple[str, ...] = (),
+    host: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     days: Whole = 90,
     as_json: Json = False,
 ) -> None:

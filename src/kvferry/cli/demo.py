@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvferry.cli.options import Whole
+from kvferry.cli.options import Flag, Whole
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
     from kvferry.demo import DemoOptions
+    from kvferry.engines.reference import GrammarText
 
 __all__ = ["DemoFlags", "demo"]
 
 # More than any context holds; a device or a log given by mistake is not read to its end.
-_MAX_PROMPT_NBYTES = 16 << 20
+_MAX_FILE_NBYTES = 16 << 20
 
 
 @Parameter(name="*")
@@ -53,6 +54,14 @@ class DemoFlags:
     "Ranks of the prefill worker: each has a pool and a share of the KV heads (1 and 3 of SmolLM2's 3)."
     decode_tp: Whole | None = None
     "Ranks of the decode worker. Default: alike."
+    speculative: Whole = 0
+    "Speculative decoding with so many drafts a round: handed over with drafts pending."
+    json_schema: Path | None = None
+    "The output is JSON of the schema in this file (needs kvferry[grammar])."
+    grammar: Path | None = None
+    "The output is a word of the Lark grammar in this file (needs kvferry[grammar])."
+    tls: Annotated[bool, Parameter(name=("--tls", "--encrypt"), negative="")] = False
+    "Encrypt tcp, with certificates made for this demo (needs kvferry[tls])."
 
     def options(self) -> DemoOptions:
         """The library's own record of them."""
@@ -72,11 +81,18 @@ class DemoFlags:
             decode_axis_order=self.decode_axis_order,
             tp=self.tp,
             decode_tp=self.decode_tp,
+            num_drafts=self.speculative,
+            grammar=_grammar(self.json_schema, self.grammar),
+            tls=self.tls,
         )
 
 
 def demo(
-    *, flags: DemoFlags | None = None, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False
+    *,
+    flags: DemoFlags | None = None,
+    serve: Annotated[bool, Flag] = False,
+    listen: str = "127.0.0.1:8080",
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Prefill a request in one process, decode it in another, and compare with one process.
 
@@ -85,6 +101,10 @@ def demo(
 
     Parameters
     ----------
+    serve
+        Start prefill, decode and proxy as servers instead, and print a curl line to try; until Ctrl-C.
+    listen
+        HOST:PORT of that proxy.
     as_json
         Print one JSON object.
     """
@@ -92,6 +112,8 @@ def demo(
     from kvferry.demo import run_demo
 
     options = (flags or DemoFlags()).options()
+    if serve:
+        return _serve(options, listen, as_json=as_json)
     with StageBars() as bars:
         result = run_demo(options, bars.update)
     if as_json:
@@ -101,6 +123,20 @@ def demo(
     return 0 if result.identical else 1
 
 
+def _serve(options: DemoOptions, listen: str, *, as_json: bool) -> int:
+    from kvferry.cli.demo_show import StageLine, show_served
+    from kvferry.demo.serving import Served, serve_demo
+
+    with StageLine() as line:
+
+        def ready(served: Served) -> None:
+            line.stop()
+            show_served(served, as_json=as_json)
+
+        serve_demo(options, listen, line.say, ready)
+    return 0
+
+
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     if prompt_file is None:
         if prompt is not None and any("\ud800" <= character <= "\udfff" for character in prompt):
@@ -108,13 +144,27 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
         return prompt
     if prompt is not None:
         raise InputError("prompt_file: give a prompt or a file, not both")
+    return _read("prompt_file", prompt_file)
+
+
+def _grammar(json_schema: Path | None, lark: Path | None) -> GrammarText | None:
+    from kvferry.engines.reference import GrammarKind, GrammarText
+
+    if json_schema is not None and lark is not None:
+        raise InputError("grammar: give a JSON schema or a grammar, not both")
+    if json_schema is not None:
+        return GrammarText(GrammarKind.JSON_SCHEMA, _read("json_schema", json_schema))
+    return None if lark is None else GrammarText(GrammarKind.LARK, _read("grammar", lark))
+
+
+def _read(flag: str, path: Path) -> str:
     try:
-        with prompt_file.open("rb") as file:
-            raw = file.read(_MAX_PROMPT_NBYTES + 1)
-        if len(raw) > _MAX_PROMPT_NBYTES:
-            raise InputError(f"prompt_file: {prompt_file} is longer than {_MAX_PROMPT_NBYTES} bytes")
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_NBYTES + 1)
+        if len(raw) > _MAX_FILE_NBYTES:
+            raise InputError(f"{flag}: {path} is longer than {_MAX_FILE_NBYTES} bytes")
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"prompt_file: {prompt_file} is not UTF-8 (byte {error.start})") from error
+        raise InputError(f"{flag}: {path} is not UTF-8 (byte {error.start})") from error
     except OSError as error:
-        raise InputError(f"prompt_file: {prompt_file}: {error.strerror}") from error
+        raise InputError(f"{flag}: {path}: {error.strerror}") from error

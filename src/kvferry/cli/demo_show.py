@@ -9,12 +9,14 @@ import msgspec
 from rich.bar import Bar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 
 from kvferry.demo import DemoResult
+from kvferry.demo.serving import Served
 from kvferry.units import format_bytes, format_rate, format_seconds
 
-__all__ = ["StageBars", "print_json", "show"]
+__all__ = ["StageBars", "StageLine", "print_json", "show", "show_served"]
 
 _STAGES = {
     "load": "load the model",
@@ -57,6 +59,43 @@ class StageBars:
         self._bars.update(self._tasks[stage], completed=done, total=total)
 
 
+class StageLine:
+    """One line on stderr that says what is waited for, while something is."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._status = Status("starting", console=console) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def say(self, text: str) -> None:
+        """What is waited for now."""
+        if self._status is not None:
+            self._status.update(text)
+
+    def stop(self) -> None:
+        """Nothing is."""
+        if self._status is not None:
+            self._status.stop()
+
+
+def show_served(served: Served, *, as_json: bool) -> None:
+    """Where the servers are, and what to type."""
+    if as_json:
+        print(msgspec.json.encode(served).decode(), flush=True)
+        return
+    print(f"{served.model}: prefill at {served.prefill}, decode at {served.decode}, both behind {served.url}")
+    print(f"\n{served.curl}\n\nCtrl-C ends them.", flush=True)
+
+
 def print_json(result: DemoResult) -> None:
     """One object on stdout."""
     print(msgspec.json.encode(result).decode())
@@ -78,11 +117,13 @@ def show(result: DemoResult, max_tokens: int) -> None:
         f" state record {format_bytes(result.state_bytes)}"
     )
     rate = f"{format_rate(result.bytes_per_second)}, {result.memcpy_ratio:.2f} of memcpy in one thread"
+    drafts = f"{result.accepted_drafts} of them were drafts that held; {result.num_drafts} a round"
     for name, value in (
         (
             "against one process",
             f"{same}: {result.output_tokens} tokens{ended}, and the bits of each step's logits",
         ),
+        *([("speculative", drafts)] if result.num_drafts else []),
         ("moved", moved),
         ("carried by", f"{result.transport_used}, path {result.path}, {result.mode}"),
         ("rate", rate),

@@ -1,79 +1,121 @@
-"""What ``kvferry probe`` shows: bars while it runs, then a table of each transport and mode."""
+"""What ``kvferry probe`` shows: a bar while it runs, then the matrix, the fits and what is odd about them."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from kvferry.cli.link_show import fits_table, matrices, outlier_line, pairs_table
+from kvferry.cli.probe_payload import Wanted
 from kvferry.errors import InputError
-from kvferry.link import LinkFile, LinkProfile, Mode, encode_links
-from kvferry.probe import Payload
-from kvferry.units import format_bytes, format_rate, format_seconds
+from kvferry.link import LinkFile, LinkProfile, encode_links, find_outliers, summarise
+from kvferry.link.profile import ConditionFit
+from kvferry.probe import ProbeResult
+from kvferry.probe import Progress as Stage
+from kvferry.units import format_bytes, format_seconds
 
-__all__ = ["TransportBars", "print_json", "show", "write"]
+__all__ = ["ProbeBar", "print_json", "show", "write"]
+
+_PIPE_COLUMNS = 160
 
 
-class TransportBars:
-    """A bar for each transport, on stderr, gone at the end."""
+class ProbeBar:
+    """One bar with the time left, on stderr, gone at the end; in a log, where bars are noise, nothing."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        self._bars = Progress(
-            TextColumn("probe {task.description:<6}"),
+        self._bar = Progress(
+            TextColumn("probe {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
             TimeRemainingColumn(),
+            TextColumn("{task.description}"),
             console=console,
             transient=True,
-            disable=not console.is_terminal,  # in a log, bars would be noise
+            disable=not console.is_terminal,
         )
-        self._tasks: dict[str, TaskID] = {}
+        self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bars.stop()
+        self._bar.stop()
 
-    def update(self, transport: str, done: int, total: int) -> None:
-        """A copy is done."""
-        if transport not in self._tasks:
-            self._tasks[transport] = self._bars.add_task(transport, total=total)
-        self._bars.update(self._tasks[transport], completed=done)
+    def update(self, stage: Stage) -> None:
+        """A shape of a stage is done."""
+        if self._task is None:
+            self._task = self._bar.add_task("", total=stage.stages)
+        self._bar.update(self._task, completed=stage.stage + stage.share, description=stage.what)
 
 
 def write(links: LinkFile, out: Path) -> None:
-    """The link file, readable by a person and by the other verbs."""
+    """The link file, readable by a person and by the other verbs; the old one stays until it is whole."""
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        out.write_bytes(encode_links(links))
+        part.write_bytes(encode_links(links))
+        part.replace(out)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise InputError(f"out: {out}: {error.strerror}") from error
 
 
-def print_json(links: LinkFile) -> None:
-    """One object on stdout: a row for each pair and mode."""
-    rows = [_row(pair, entry.mode) for pair in links.pairs for entry in pair.fits]
-    print(msgspec.json.encode({"pairs": rows}).decode())
+def print_json(result: ProbeResult, unreachable: Mapping[str, str], payloads: Wanted) -> None:
+    """One object on stdout: a row for each pair and condition, and what could not be measured."""
+    rows = [_row(pair, entry) for pair in result.links.pairs for entry in pair.fits]
+    summaries = [
+        {
+            "payload": each.name,
+            "pairs": _summaries(result.links, each.payload.moved_nbytes, each.payload.block_bytes),
+        }
+        for each in payloads.named
+    ]
+    shown = {
+        "pairs": rows,
+        "predicted": summaries,
+        "outliers": find_outliers(result.links),
+        "failed": result.failures,
+        "unreachable": unreachable,
+        "notes": result.notes,
+        "seconds": result.seconds,
+    }
+    print(msgspec.json.encode(shown).decode())
 
 
-def _row(pair: LinkProfile, mode: Mode) -> dict[str, Any]:
-    fit = pair.fit(mode)
+def _summaries(links: LinkFile, nbytes: int, block_bytes: int) -> list[dict[str, Any]]:
+    keys = ("from", "to", "transport_used", "mode", "tls", "incast", "under_load", "seconds", "p95_seconds")
+    rows = [msgspec.to_builtins(row) for row in summarise(links, nbytes, block_bytes)]
+    return [{key: row[key] for key in (*keys, "bytes_per_second", "share_of_line_rate")} for row in rows]
+
+
+def _row(pair: LinkProfile, entry: ConditionFit) -> dict[str, Any]:
+    fit = entry.fit
     return {
         "from": pair.from_node,
         "to": pair.to_node,
         "transport_used": pair.transport,
         "path": pair.path,
-        "mode": mode,
-        "samples": [msgspec.to_builtins(sample) for sample in pair.samples if sample.mode is mode],
+        "via": pair.via,
+        "class": pair.link_class,
+        "mode": entry.mode,
+        "tls": entry.tls,
+        "incast": entry.incast,
+        "under_load": entry.under_load,
+        "registration_seconds": pair.registration.seconds if pair.registration else None,
+        "first_contact_seconds": pair.first_contact_seconds,
+        "samples": [
+            msgspec.to_builtins(sample) for sample in pair.samples if sample.conditions == entry.conditions
+        ],
         "fit": {
             "a_seconds": fit.a_seconds,
             "o_seconds": fit.o_seconds,
@@ -83,32 +125,47 @@ def _row(pair: LinkProfile, mode: Mode) -> dict[str, Any]:
     }
 
 
-def show(links: LinkFile, largest: Payload) -> None:
-    """For a person: the largest payload as measured, and the model's three numbers."""
-    size = format_bytes(largest.moved_nbytes)
-    table = Table(title=f"whole handoffs of {size} in blocks of {format_bytes(largest.block_bytes)}")
-    for name in ("by", "mode", "median", "rate", "a copy", "a descriptor", "bytes", "worst error of the fit"):
-        table.add_column(name, justify="left" if name in ("by", "mode") else "right")
+def show(result: ProbeResult, unreachable: Mapping[str, str], payloads: Wanted, out: Path | None) -> None:
+    """For a person: what each pair does with each payload, the fits, the slow pairs, what failed."""
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    links = result.links
+    pairs = summarise(links)
+    for each in payloads.named if links.pairs else ():
+        payload = each.payload
+        say(
+            f"{each.name}: handoffs of {format_bytes(payload.moved_nbytes)} in {payload.descriptors:,} blocks"
+        )
+        pairs = summarise(links, payload.moved_nbytes, payload.block_bytes)
+        for matrix in matrices(pairs):
+            console.print(matrix)
+        console.print(pairs_table(pairs))
+    if links.pairs:
+        console.print(fits_table(pairs))
     for pair in links.pairs:
-        for entry in pair.fits:
-            fit = entry.fit
-            seconds = median(
-                sample.seconds
-                for sample in pair.samples
-                if sample.mode is entry.mode and not sample.is_cold and sample.nbytes == largest.moved_nbytes
-            )
-            table.add_row(
-                f"{pair.transport} ({pair.path})",
-                entry.mode,
-                format_seconds(seconds),
-                format_rate(largest.moved_nbytes / seconds),
-                _or_unknown(fit.a_seconds, format_seconds),
-                _or_unknown(fit.o_seconds, format_seconds),
-                _or_unknown(fit.bytes_per_second, format_rate),
-                _or_unknown(fit.worst_error, lambda error: f"{100 * error:.0f} %"),
-            )
-    Console().print(table)
+        say(_apart(pair))
+    for outlier in find_outliers(links):
+        say(outlier_line(outlier))
+    for note in result.notes:
+        say(f"note: {note}")
+    for failure in result.failures:
+        way = f"{failure.from_node} -> {failure.to_node} over {failure.transport}, {failure.conditions}"
+        say(f"not measured: {way}: {failure.reason}")
+    for address, reason in unreachable.items():
+        say(f"not reached: {address}: {reason}")
+    written = f"; written to {out}" if out is not None and links.pairs else ""
+    say(f"{len(links.pairs)} pairs in {format_seconds(result.seconds)}{written}")
 
 
-def _or_unknown(value: float | None, show_value: Any) -> str:
-    return "not told" if value is None else str(show_value(value))
+def _apart(pair: LinkProfile) -> str:
+    """What is no part of a copy's time."""
+    parts = []
+    if pair.registration is not None:
+        known = pair.registration
+        parts.append(f"registration of {format_bytes(known.nbytes)} {format_seconds(known.seconds)}")
+    if pair.first_contact_seconds is not None:
+        parts.append(f"first contact {format_seconds(pair.first_contact_seconds)} beyond a warm copy")
+    return f"once, {pair.pair}: {', '.join(parts) or 'nothing'}"

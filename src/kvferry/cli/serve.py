@@ -10,10 +10,12 @@ import msgspec
 from cyclopts import Parameter
 
 from kvferry.cli.options import Whole
+from kvferry.cli.tls_flags import TlsFlags
 
 if TYPE_CHECKING:
     from kvferry.serve import ServeOptions
     from kvferry.serve.run import Serving
+    from kvferry.transport.security import Security
 
 __all__ = ["ServeFlags", "serve"]
 
@@ -48,16 +50,18 @@ class ServeFlags:
     timeout_seconds: float = 10.0
     "How long a move may take."
 
-    def options(self) -> ServeOptions:
+    def options(self, security: Security) -> ServeOptions:
         """The library's own record of them."""
         from kvferry.serve import ServeOptions
 
-        return ServeOptions(**{name: getattr(self, name) for name in ServeOptions.__struct_fields__})
+        given = {name: getattr(self, name) for name in ServeOptions.__struct_fields__ if hasattr(self, name)}
+        return ServeOptions(**given, security=security)
 
 
 def serve(
     *,
     flags: ServeFlags | None = None,
+    tls: TlsFlags | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
     """Serve the reference engine: completions and chat, alone or as a prefill or decode worker.
@@ -79,4 +83,4 @@ def serve(
             print(f"{serving.url} serves {serving.model}{kv}; Ctrl-C ends it")
         sys.stdout.flush()
 
-    run_server((flags or ServeFlags()).options(), ready)
+    run_server((flags or ServeFlags()).options((tls or TlsFlags()).security()), ready)

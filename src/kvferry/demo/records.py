@@ -6,9 +6,11 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.engines.reference import GrammarText
 from kvferry.errors import ErrorRecord
 from kvferry.state import Limits, SamplingParameters
 from kvferry.transfer import TransferRecord
+from kvferry.transport.security import HOST_ONLY, Security
 
 __all__ = [
     "Begin",
@@ -28,7 +30,11 @@ ModelName = Literal["smollm2", "tiny"]
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
-    """One demo. ``prompt`` None: the project's own text. ``model`` auto: real weights if installed."""
+    """One demo. ``prompt`` None: the project's own text. ``model`` auto: real weights if installed.
+
+    ``num_drafts``: of a round of speculative decoding; with them prefill also gives the first token, and
+    hands over with drafts pending. ``tls``: encrypt tcp, by an authority made for this demo.
+    """
 
     transport: str = "shm"
     mode: str = "pull"
@@ -43,6 +49,9 @@ class DemoOptions(msgspec.Struct, frozen=True):
     decode_axis_order: str | None = None
     tp: int = 1
     decode_tp: int | None = None
+    num_drafts: int = 0
+    grammar: GrammarText | None = None
+    tls: bool = False
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -62,6 +71,9 @@ class Job(msgspec.Struct, frozen=True):
     block_size: int
     axis_order: str
     splits: tuple[int, int]
+    num_drafts: int = 0
+    grammar: GrammarText | None = None
+    security: Security = HOST_ONLY
 
     @property
     def tp(self) -> int:
@@ -102,7 +114,7 @@ class Held(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """What a worker did: prefill its times, decode the move and the output, alone the output.
+    """What a worker did: prefill its times, decode the move; the output of each, in ``rounds`` steps.
 
     ``free_blocks`` of ``num_blocks`` at the end: equal when nothing stayed held.
     ``logits_digest``: one xxh3-64 for each step's logits. Times in seconds; ``ready_at`` is when
@@ -122,6 +134,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     tokens: list[int] = []
     logits_digest: list[int] = []
     text: str = ""
+    rounds: int = 0
     blocks_moved: int = 0
     record: TransferRecord | None = None
 
@@ -153,7 +166,10 @@ class DemoTimings(msgspec.Struct, frozen=True):
 
 
 class DemoResult(msgspec.Struct, frozen=True):
-    """What happened; the JSON object of ``kvferry demo --json``."""
+    """What happened; the JSON object of ``kvferry demo --json``.
+
+    ``accepted_drafts``: output tokens that were drafts which held, with ``num_drafts`` a round.
+    """
 
     model: str
     prompt_tokens: int
@@ -173,3 +189,5 @@ class DemoResult(msgspec.Struct, frozen=True):
     bytes_per_second: float
     memcpy_ratio: float
     timings: DemoTimings
+    num_drafts: int = 0
+    accepted_drafts: int = 0

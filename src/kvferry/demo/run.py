@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, get_args
 
@@ -28,14 +32,17 @@ from kvferry.demo.records import (
     WorkerEvent,
 )
 from kvferry.demo.stage import OnProgress, load_model, possible_tp
+from kvferry.engines.grammar import OutputGrammar
 from kvferry.engines.reference import Model, chat_prompt, check_sampling
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
 from kvferry.state import Limits, SamplingParameters
+from kvferry.transport.security import Identity, Plain, Security
 
 __all__ = ["run_demo"]
 
 TRANSPORTS = ("shm", "tcp", "nixl", "mooncake")
 MODES = ("pull", "push")
+MAX_DRAFTS = 16
 QUESTION = "Read this text, then say in a few sentences what it is about.\n\n"
 # A worker that says nothing for so long hangs: the slowest step, one prefill chunk or loading
 # the weights, takes seconds.
@@ -58,7 +65,11 @@ def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoResult:
     name, model = _choose_model(options, on_progress)
     jobs = _jobs(options, name, model)
     total = len(jobs["prefill"].prompt_ids) + options.max_tokens
-    with _Worker(jobs["prefill"], on_progress) as prefill, _Worker(jobs["decode"], on_progress) as decode:
+    with (
+        _secured(jobs, options) as jobs,
+        _Worker(jobs["prefill"], on_progress) as prefill,
+        _Worker(jobs["decode"], on_progress) as decode,
+    ):
         for worker in (prefill, decode):
             worker.expect(Ready)
         first, second = (prefill, decode) if options.mode == "pull" else (decode, prefill)
@@ -89,6 +100,12 @@ def _check(options: DemoOptions) -> None:
     ):
         if block_size is not None and not 1 <= block_size <= 4096:
             raise InputError(f"{field}: {block_size} is not from 1 to 4096 tokens")
+    if not 0 <= options.num_drafts <= MAX_DRAFTS:
+        raise InputError(f"speculative: {options.num_drafts} is not from 0 to {MAX_DRAFTS} drafts a round")
+    if options.num_drafts and options.max_tokens < 2:
+        raise InputError("tokens: with drafts prefill gives the first token, so at least 2 are needed")
+    if options.tls and options.transport != "tcp":
+        raise InputError("tls: shared memory stays on the host and is not encrypted; take --transport tcp")
     if options.prompt is not None and not options.prompt.strip():
         raise InputError("prompt: it is empty")
 
@@ -138,6 +155,8 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
         temperature=options.temperature, seed=0 if options.seed is None else options.seed
     )
     check_sampling(sampling, model.config.vocab_size)
+    if options.grammar is not None:
+        OutputGrammar(options.grammar, model.tokenizer, model.config.vocab_size)  # it says what is wrong
     jobs = {}
     for role, block_size, axis_order in (
         ("alone", options.block_size, options.axis_order),
@@ -163,8 +182,28 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
             block_size=block_size,
             axis_order=axis_order,
             splits=_splits(options),
+            num_drafts=options.num_drafts,
+            grammar=options.grammar,
         )
     return jobs
+
+
+@contextlib.contextmanager
+def _secured(jobs: dict[str, Job], options: DemoOptions) -> Iterator[dict[str, Job]]:
+    """The jobs with identities that each other's workers take, while the block runs."""
+    if not options.tls:
+        yield jobs
+        return
+    from kvferry.transport.certificates import init_authority, issue  # noqa: PLC0415 - an extra
+
+    with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as name:
+        folder = Path(name)
+        init_authority(folder, days=1)
+        secured = dict(jobs)
+        for role, peer in (("prefill", "decode"), ("decode", "prefill")):
+            identity = Identity.load(issue(folder, role, days=1), folder / "ca.pem", peers=(peer,))
+            secured[role] = msgspec.structs.replace(jobs[role], security=Security(identity, Plain.NEVER))
+        yield secured
 
 
 class _Worker:
@@ -268,14 +307,15 @@ def _result(model: Model, job: Job, gave: Finished, made: Finished, alone: Finis
         made.import_seconds,
         made.first_step_seconds,
     )
-    tokens_identical = made.tokens == alone.tokens
-    logits_identical = made.logits_digest == alone.logits_digest
+    tokens, text = gave.tokens + made.tokens, gave.text + made.text
+    tokens_identical = tokens == alone.tokens
+    logits_identical = gave.logits_digest + made.logits_digest == alone.logits_digest
     return DemoResult(
         model=model.name,
         prompt_tokens=len(job.prompt_ids),
-        output_tokens=len(made.tokens),
-        text=made.text,
-        identical=tokens_identical and logits_identical and made.text == alone.text,
+        output_tokens=len(tokens),
+        text=text,
+        identical=tokens_identical and logits_identical and text == alone.text,
         tokens_identical=tokens_identical,
         logits_identical=logits_identical,
         transport_used=record.transport,
@@ -289,4 +329,6 @@ def _result(model: Model, job: Job, gave: Finished, made: Finished, alone: Finis
         bytes_per_second=record.bytes_per_second,
         memcpy_ratio=record.bytes_per_second * made.memcpy_seconds / record.nbytes if record.nbytes else 0.0,
         timings=DemoTimings(*parts, sum(parts)),
+        num_drafts=job.num_drafts,
+        accepted_drafts=len(tokens) - gave.rounds - made.rounds,
     )

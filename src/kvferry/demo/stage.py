@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from kvferry.demo.records import Job, ModelName
-from kvferry.engines.reference import Model, ReferenceEngine, StepOutput, load_smollm2, tiny_model
+from kvferry.engines.reference import Model, ReferenceEngine, load_smollm2, tiny_model
 from kvferry.layout import PoolLayout
 from kvferry.transfer import Pool
 
@@ -32,6 +32,9 @@ CHUNK_TOKENS = 256
 TINY_CONTEXT = 16384
 TINY_SEED = 7
 TINY_KV_HEADS = (2, 3, 6)
+# The draft model's part of the layers: of SmolLM2's 30 the first 25 propose what all of them would say
+# about three times in four, the first 10 hardly ever.
+DRAFT_SHARE = (5, 6)
 
 OnProgress = Callable[[str, int, int, str], None]
 
@@ -58,16 +61,25 @@ def make_engine(model: Model, job: Job, *, shared: bool) -> tuple[ReferenceEngin
     tokens = len(job.prompt_ids) + job.limits.max_tokens_left + 1
     config = model.config
     kv_heads, copies = max(1, config.kv_heads // job.tp), max(1, job.tp // config.kv_heads)
+    stop = config.layers + (config.layers * DRAFT_SHARE[0] // DRAFT_SHARE[1] if job.num_drafts else 0)
+    groups = {"full": range(config.layers), "draft": range(config.layers, stop)}
     layouts = [
-        PoolLayout.paged(
-            range(config.layers),
-            kv_heads=kv_heads,
-            head_start=rank // copies * kv_heads,
-            head_dim=config.head_dim,
-            dtype="float32",
-            block_size=job.block_size,
-            num_blocks=2 * -(-tokens // job.block_size) + 1,
-            axis_order=job.axis_order,
+        PoolLayout.beside(
+            *(
+                PoolLayout.paged(
+                    layers,
+                    kv_heads=kv_heads,
+                    head_start=rank // copies * kv_heads,
+                    head_dim=config.head_dim,
+                    dtype="float32",
+                    block_size=job.block_size,
+                    num_blocks=2 * -(-(tokens + job.num_drafts) // job.block_size) + 1,
+                    axis_order=job.axis_order,
+                    name=name,
+                )
+                for name, layers in groups.items()
+                if layers
+            )
         )
         for rank in range(job.tp)
     ]
@@ -76,21 +88,28 @@ def make_engine(model: Model, job: Job, *, shared: bool) -> tuple[ReferenceEngin
         for layout in layouts
     ]
     memories = [pool.array for pool in pools]
-    return ReferenceEngine(model, layouts, memories, chunk_tokens=CHUNK_TOKENS), pools
+    engine = ReferenceEngine(model, layouts, memories, chunk_tokens=CHUNK_TOKENS, num_drafts=job.num_drafts)
+    return engine, pools
 
 
 @dataclass(slots=True)
 class Continuation:
-    """Tokens, text and one digest for each step's logits."""
+    """Tokens, text and one digest for each token's logits, made in so many steps."""
 
-    tokens: list[int]
-    logits_digest: list[int]
-    text: str
+    tokens: list[int] = field(default_factory=list)
+    logits_digest: list[int] = field(default_factory=list)
+    text: str = ""
+    rounds: int = 0
 
-    def add(self, output: StepOutput) -> None:
-        self.tokens.append(output.token)
-        self.logits_digest.append(digest(output.logits))
-        self.text += output.text
+    def step(self, engine: ReferenceEngine) -> str:
+        """One step of the request; returns the text that it added."""
+        outputs = engine.step([REQUEST_ID])
+        self.rounds += 1
+        self.tokens += [output.token for output in outputs]
+        self.logits_digest += [digest(output.logits) for output in outputs]
+        text = "".join(output.text for output in outputs)
+        self.text += text
+        return text
 
 
 def digest(logits: NDArray[np.float32]) -> int:
@@ -103,18 +122,17 @@ def continue_to_end(
 ) -> None:
     """Step until the request is finished."""
     while engine.request(REQUEST_ID).finish is None:
-        (output,) = engine.step([REQUEST_ID])
-        into.add(output)
-        on_progress("decode", len(into.tokens), max_tokens, output.text)
+        text = into.step(engine)
+        on_progress("decode", len(into.tokens), max_tokens, text)
 
 
 def run_alone(model: Model, job: Job, on_progress: OnProgress) -> Continuation:
     """Prefill and decode in this one process: what the handoff is compared with."""
     engine, _ = make_engine(model, job, shared=False)
-    engine.submit(REQUEST_ID, job.prompt_ids, job.sampling, job.limits)
+    engine.submit(REQUEST_ID, job.prompt_ids, job.sampling, job.limits, job.grammar)
     while not engine.prefill(REQUEST_ID):
         on_progress("alone", engine.request(REQUEST_ID).kv_tokens, len(job.prompt_ids), "")
-    alone = Continuation([], [], "")
+    alone = Continuation()
 
     def count(_: str, done: int, total: int, text: str) -> None:
         on_progress("alone", len(job.prompt_ids) + done, len(job.prompt_ids) + total, text)

@@ -69,8 +69,7 @@ def _run(job: Job) -> None:
     if job.role == "alone":
         emit(Ready(time.monotonic() - started))
         _wait_for_begin()
-        made = run_alone(model, job, _progress)
-        emit(Finished(0, 0, tokens=made.tokens, logits_digest=made.logits_digest, text=made.text))
+        emit(_with_output(Finished(0, 0), run_alone(model, job, _progress)))
         return
     engine, pools = make_engine(model, job, shared=True)
     with ExitStack() as stack:
@@ -78,7 +77,13 @@ def _run(job: Job) -> None:
         for rank, pool in enumerate(pools):
             stack.callback(pool.close)
             name = job.role if job.tp == 1 else f"{job.role} rank {rank}"
-            endpoint = Endpoint.open(pool=pool, name=name, requirements=engine.requirements())
+            endpoint = Endpoint.open(
+                pool=pool,
+                name=name,
+                requirements=engine.requirements(),
+                tls=job.security.identity,
+                plain=job.security.plain,
+            )
             endpoints.append(stack.enter_context(endpoint))
         for rank, endpoint in enumerate(endpoints):  # all transfer processes have been started by now
             endpoint.add_addresses((job.address.format(rank=rank),))
@@ -105,12 +110,14 @@ def _end_with_parent() -> None:
 def _prefill(job: Job, engine: ReferenceEngine, group: RankGroup) -> None:
     begin = _wait_for_begin()
     total = len(job.prompt_ids)
-    engine.submit(REQUEST_ID, job.prompt_ids, job.sampling, job.limits)
+    engine.submit(REQUEST_ID, job.prompt_ids, job.sampling, job.limits, job.grammar)
+    made = Continuation()
     tables = [engine.tables(REQUEST_ID)] * job.tp  # a block has one number at every rank
     started = time.monotonic()
     if job.mode == "pull":
         while not engine.prefill(REQUEST_ID):
             _progress("prefill", engine.request(REQUEST_ID).kv_tokens, total, "")
+        _draft(job, engine, made)
         prefilled = time.monotonic()
         state = engine.export_state(REQUEST_ID, Exactness.BITS)
         bundle = group.offer(state, tables, claims=job.peer_tp, lease_seconds=LEASE_SECONDS)
@@ -124,18 +131,29 @@ def _prefill(job: Job, engine: ReferenceEngine, group: RankGroup) -> None:
             last = engine.request(REQUEST_ID).kv_tokens + CHUNK_TOKENS >= total
             done = engine.prefill(REQUEST_ID, push.layer if last else None)
             _progress("prefill", engine.request(REQUEST_ID).kv_tokens, total, "")
+        _draft(job, engine, made)
         prefilled = time.monotonic()
         push.commit(engine.export_state(REQUEST_ID, Exactness.BITS))
     exported = time.monotonic()
     group.outcome(bundle).result(LEASE_SECONDS)
     engine.release(REQUEST_ID)
-    _finish(engine, Finished(0, 0, prefilled - started, exported - prefilled, ready_at=exported))
+    finished = Finished(0, 0, prefilled - started, exported - prefilled, ready_at=exported)
+    _finish(engine, _with_output(finished, made))
+
+
+def _draft(job: Job, engine: ReferenceEngine, into: Continuation) -> None:
+    """With speculative decoding, prefill gives the first token, and drafts are pending at the handoff."""
+    if job.num_drafts:
+        into.step(engine)
+        if engine.request(REQUEST_ID).finish is not None:
+            raise LocalError("the first token ended the output: there is nothing to hand over")
+        engine.draft([REQUEST_ID])
 
 
 def _decode(job: Job, engine: ReferenceEngine, group: RankGroup) -> None:
     if job.mode == "push":
         total = len(job.prompt_ids)
-        tables = engine.allocate(total + 1)
+        tables = engine.allocate(total + 2)  # a token that is pending, and the next
         bundle = group.reserve(
             REQUEST_ID, total, [tables] * job.tp, claims=job.peer_tp, lease_seconds=LEASE_SECONDS
         )
@@ -144,36 +162,36 @@ def _decode(job: Job, engine: ReferenceEngine, group: RankGroup) -> None:
         move = group.arrival(bundle)
     else:
         bundle = base64.b64decode(_wait_for_begin().bundle)
-        tables = engine.allocate(read_bundle(bundle).tokens + 1)
+        tables = engine.allocate(read_bundle(bundle).tokens + 2)
         move = group.pull(bundle, [tables] * job.tp, timeout_seconds=TIMEOUT_SECONDS)
     state = move.result()
     assert state is not None
     arrived = time.monotonic()
     engine.import_state(state, tables)
     imported = time.monotonic()
-    made = Continuation([], [], "")
-    (first,) = engine.step([REQUEST_ID])
-    made.add(first)
+    made = Continuation()
+    first = made.step(engine)
     stepped = time.monotonic()
     move.started()
-    _progress("decode", 1, job.limits.max_tokens_left, first.text)
+    _progress("decode", len(made.tokens), job.limits.max_tokens_left, first)
     continue_to_end(engine, made, job.limits.max_tokens_left, _progress)
     engine.release(REQUEST_ID)
-    _finish(
-        engine,
-        Finished(
-            0,
-            0,
-            arrived_at=arrived,
-            import_seconds=imported - arrived,
-            first_step_seconds=stepped - imported,
-            memcpy_seconds=_memcpy_seconds(move),
-            tokens=made.tokens,
-            logits_digest=made.logits_digest,
-            text=made.text,
-            blocks_moved=job.tp * _blocks(tables, engine.pool.block_size, state.kv_tokens),
-            record=move.record,
-        ),
+    done = Finished(
+        0,
+        0,
+        arrived_at=arrived,
+        import_seconds=imported - arrived,
+        first_step_seconds=stepped - imported,
+        memcpy_seconds=_memcpy_seconds(move),
+        blocks_moved=job.tp * _blocks(tables, engine.pool.block_size, state.kv_tokens),
+        record=move.record,
+    )
+    _finish(engine, _with_output(done, made))
+
+
+def _with_output(done: Finished, made: Continuation) -> Finished:
+    return msgspec.structs.replace(
+        done, tokens=made.tokens, logits_digest=made.logits_digest, text=made.text, rounds=made.rounds
     )
 
 

@@ -103,6 +103,11 @@ class LocalEngine(EngineAdapter):
         self._requests[request_id] = request
         return request
 
+    @property
+    @abstractmethod
+    def num_free_blocks(self) -> tuple[int, ...]:
+        """Blocks that ``allocate`` could give now, in each group."""
+
     @abstractmethod
     def prefill(self, request_id: str) -> bool:
         """Compute the prompt, or a chunk of it. True when all of it is in and ``step`` may follow."""

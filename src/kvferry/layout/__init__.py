@@ -12,7 +12,16 @@ from kvferry.layout.records import GroupLayout, PoolLayout, TensorLayout
 from kvferry.layout.route import Selection
 from kvferry.layout.segments import Extent
 from kvferry.layout.tables import BlockTable
-from kvferry.layout.wire import Segment, Window, WireTensor, cut_windows, wire_form, wire_nbytes
+from kvferry.layout.wire import (
+    Segment,
+    Side,
+    Window,
+    WireTensor,
+    cut_windows,
+    least_window_nbytes,
+    wire_form,
+    wire_nbytes,
+)
 from kvferry.layout.words import ITEMSIZE, LayerKind, Role
 
 __all__ = [
@@ -33,6 +42,7 @@ __all__ = [
     "Role",
     "Segment",
     "Selection",
+    "Side",
     "StridedPlan",
     "TensorLayout",
     "Window",
@@ -42,6 +52,7 @@ __all__ = [
     "convert_dtype",
     "copy_plan",
     "cut_windows",
+    "least_window_nbytes",
     "mismatches",
     "numpy_dtype",
     "pack",

@@ -28,7 +28,16 @@ from kvferry.layout.segments import Extent, live_entries
 from kvferry.layout.tables import BlockTable
 from kvferry.layout.words import ITEMSIZE
 
-__all__ = ["Segment", "Side", "Window", "WireTensor", "cut_windows", "wire_form", "wire_nbytes"]
+__all__ = [
+    "Segment",
+    "Side",
+    "Window",
+    "WireTensor",
+    "cut_windows",
+    "least_window_nbytes",
+    "wire_form",
+    "wire_nbytes",
+]
 
 Side = tuple[PoolLayout, Sequence[BlockTable]]
 """One side's layout and its block tables of the request, one a group."""
@@ -152,6 +161,11 @@ def _is_selected(tensor: TensorLayout, selection: Selection) -> bool:
     return (selection.layers is None or tensor.layer in selection.layers) and (
         selection.parts is None or (tensor.role, tensor.part) in selection.parts
     )
+
+
+def least_window_nbytes(form: tuple[WireTensor, ...]) -> int:
+    """Bytes that a window must have: one head of one block of the tensor where that is most."""
+    return max((_nbytes(wire, wire.src_entries, 1, 1) for wire in form), default=0)
 
 
 def cut_windows(

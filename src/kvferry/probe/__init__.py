@@ -1,7 +1,31 @@
-"""Probes: what a pair of endpoints really does with payloads of KV blocks, over the path of production."""
+"""Probes: what pairs of nodes really do with payloads of KV blocks, over the path of production."""
 
+from kvferry.probe.agent import DEFAULT_MAX_BYTES, Agent
 from kvferry.probe.loopback import probe_loopback
-from kvferry.probe.pair import LoopbackPair, sizes_up_to
-from kvferry.probe.payload import Payload
+from kvferry.probe.pair import LoopbackPair
+from kvferry.probe.payload import Payload, Room, sizes_up_to
+from kvferry.probe.run import Failure, ProbePlan, ProbeResult, Progress, probe_sites
+from kvferry.probe.site import AgentSite, LocalSite, Site, close_all
+from kvferry.probe.snapshot import AgentSnapshot, PeerRate, ProbeSnapshot
 
-__all__ = ["LoopbackPair", "Payload", "probe_loopback", "sizes_up_to"]
+__all__ = [
+    "DEFAULT_MAX_BYTES",
+    "Agent",
+    "AgentSite",
+    "AgentSnapshot",
+    "Failure",
+    "LocalSite",
+    "LoopbackPair",
+    "Payload",
+    "PeerRate",
+    "ProbePlan",
+    "ProbeResult",
+    "ProbeSnapshot",
+    "Progress",
+    "Room",
+    "Site",
+    "close_all",
+    "probe_loopback",
+    "probe_sites",
+    "sizes_up_to",
+]

@@ -1,88 +1,42 @@
-"""Measure this host against itself and fit the link model."""
+"""Measure this host against itself: two nodes of this process, one direction."""
 
 from __future__ import annotations
 
-import datetime as dt
-import platform
-import socket
-from collections.abc import Callable, Sequence
-from importlib import metadata
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from kvferry.errors import NoPlanError
-from kvferry.link import ConditionFit, LinkFile, LinkProfile, Mode, Node, Sample, fit_link
-from kvferry.probe.pair import NAMES, LoopbackPair, sizes_up_to
-from kvferry.probe.payload import Payload
-from kvferry.transfer import TransferRecord
+from kvferry.probe.pair import NAMES
+from kvferry.probe.payload import MAX_PAYLOAD_NBYTES
+from kvferry.probe.run import ProbePlan, ProbeResult, Progress, probe_sites
+from kvferry.probe.site import LocalSite
+from kvferry.transport.security import Identity
 
 __all__ = ["probe_loopback"]
 
 
-def probe_loopback(
-    transports: Sequence[str],
-    modes: Sequence[Mode],
-    largest: Payload,
-    repeats: int,
-    *,
-    integrity: bool = True,
-    on_progress: Callable[[str, int, int], None],
-) -> LinkFile:
-    """A link file with one pair for each transport, samples included.
+async def probe_loopback(plan: ProbePlan, on_progress: Callable[[Progress], None]) -> ProbeResult:
+    """``probe_sites`` for two endpoints on this host, each with its transfer process.
 
-    Args:
-        largest: the largest payload; smaller ones and smaller blocks are measured too, so that
-            the costs of a copy, a descriptor and a byte separate.
-        repeats: warm copies of each shape, after one cold.
-        on_progress: told of a transport, copies done and copies in all.
-
-    Raises the KVFerryError of a copy that failed, CorruptError where bytes differ.
+    With encryption they get certificates of an authority that lives as long as the probe.
     """
-    profiles = []
-    for transport in transports:
-        payloads = sizes_up_to(largest)
-        total, done = len(payloads) * len(modes) * (repeats + 1), 0
-
-        def count(transport: str = transport, total: int = total) -> None:
-            nonlocal done
-            done += 1
-            on_progress(transport, done, total)
-
-        samples: list[Sample] = []
-        for payload in payloads:
-            with LoopbackPair(payload, transport, integrity=integrity) as pair:
-                for mode in modes:
-                    samples += pair.measure(mode, repeats, count)
-                record = pair.record
-        profiles.append(_profile(transport, record, samples, modes))
-    return LinkFile(nodes=tuple(_node(name) for name in NAMES), pairs=tuple(profiles))
+    with _identities(wanted=bool(plan.tls and any(plan.tls))) as identities:
+        sites = [
+            LocalSite(name, 4 * MAX_PAYLOAD_NBYTES, tls) for name, tls in zip(NAMES, identities, strict=True)
+        ]
+        return await probe_sites(sites, dataclasses.replace(plan, ways=(0,)), on_progress)
 
 
-def _profile(
-    transport: str, record: TransferRecord, samples: list[Sample], modes: Sequence[Mode]
-) -> LinkProfile:
-    now = dt.datetime.now(dt.UTC)
-    fits = []
-    for mode in modes:
-        warm = [sample for sample in samples if sample.mode is mode and not sample.is_cold]
-        try:
-            fits.append(ConditionFit(mode=mode, fit=fit_link(warm), date=now))
-        except NoPlanError as error:
-            raise error.with_context(
-                next_step="probe more sizes: a larger --bytes, or more --repeat"
-            ) from None
-    return LinkProfile(
-        from_node=NAMES[0],
-        to_node=NAMES[1],
-        transport=transport,
-        path=record.path,
-        link_class="same host",
-        measured=True,
-        date=now,
-        fits=tuple(fits),
-        samples=tuple(samples),
-    )
+@contextlib.contextmanager
+def _identities(*, wanted: bool) -> Iterator[list[Identity | None]]:
+    if not wanted:
+        yield [None] * len(NAMES)
+        return
+    from kvferry.transport.certificates import init_authority, issue  # noqa: PLC0415 - an extra
 
-
-def _node(name: str) -> Node:
-    software = {"kvferry": metadata.version("kvferry"), "python": platform.python_version()}
-    facts = {"kernel": platform.release(), "machine": platform.machine()}
-    return Node(name=name, host=socket.gethostname(), software=software, facts=facts)
+    with tempfile.TemporaryDirectory(prefix="kvferry-probe-") as folder:
+        init_authority(Path(folder), days=1)
+        paths = [issue(Path(folder), name, hosts=("127.0.0.1",), days=1) for name in NAMES]
+        yield [Identity.load(path) for path in paths]

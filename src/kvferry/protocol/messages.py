@@ -17,7 +17,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvferry.errors import ErrorRecord, InputError, KVFerryError, PeerError
-from kvferry.layout import BlockTable, PoolLayout, Role
+from kvferry.layout import BlockTable, Conversions, PoolLayout, Role
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.state import Fingerprint
 
@@ -39,6 +39,8 @@ __all__ = [
     "Mismatch",
     "Moved",
     "Offered",
+    "Pack",
+    "Packed",
     "Party",
     "Portion",
     "Ready",
@@ -112,6 +114,7 @@ class Party(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``incarnation`` is random per process life: after a restart, old tickets fail closed.
     It says something each ``heartbeat_ms`` and takes ``lost_ms`` of silence for the peer's end.
     ``integrity`` says whether this side wants digests compared before commit; both must agree.
+    ``conversions``: what may be done to what is not alike, and ``window_nbytes`` of it at a time.
     """
 
     name: Name
@@ -121,6 +124,8 @@ class Party(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_ms: Milliseconds
     lost_ms: Milliseconds
     integrity: bool
+    conversions: Conversions | None = None
+    window_nbytes: Count = 0
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
@@ -177,7 +182,9 @@ class Claim(_TransferMessage, frozen=True, kw_only=True):
 class Offered(_TransferMessage, frozen=True):
     """Prefill's answer to a pull: what is offered and where it lies. Opens the read grant.
 
-    ``held_tokens``: leading tokens that prefill agrees decode holds; the rest moves.
+    ``grant`` names that grant. It is random and said on this connection only, so whoever saw the
+    ticket on its way can copy nothing. ``held_tokens``: leading tokens that prefill agrees decode
+    holds; the rest moves.
     """
 
     state: Annotated[bytes, Meta(max_length=_MAX_BLOB_NBYTES)]
@@ -185,15 +192,20 @@ class Offered(_TransferMessage, frozen=True):
     tokens: Count
     held_tokens: Count
     lease_ms: Milliseconds
+    grant: Id
 
 
 class Granted(_TransferMessage, frozen=True):
-    """Decode's answer to a push: where the bytes may go, and what it holds. Opens the write grant."""
+    """Decode's answer to a push: where the bytes may go, and what it holds. Opens the write grant.
+
+    ``grant``: as in Offered.
+    """
 
     tables: tuple[WireTable, ...]
     tokens: Count
     held: HeldPrefix
     lease_ms: Milliseconds
+    grant: Id
 
 
 class Busy(_TransferMessage, frozen=True):
@@ -204,13 +216,37 @@ class Busy(_TransferMessage, frozen=True):
 
 
 class Ready(_TransferMessage, frozen=True):
-    """Push by reading: these layers are final at prefill for these tokens; copy them now."""
+    """Push by reading: these layers are final at prefill for these tokens; copy them now.
+
+    ``grant``: as in Offered.
+    """
 
     first_layer: Count
     stop_layer: Count
     first_token: Count
     stop_token: Count
     held_tokens: Count
+    grant: Id
+
+
+class Pack(_TransferMessage, frozen=True):
+    """Where the pair converts: pack this window of these layers and tokens, for decode to read.
+
+    Windows are asked for in order. One past the last says that decode has read them all.
+    """
+
+    first_layer: Count
+    stop_layer: Count
+    first_token: Count
+    stop_token: Count
+    window: Count
+
+
+class Packed(_TransferMessage, frozen=True):
+    """That window lies at this offset of prefill's memory, until the next but one is asked for."""
+
+    window: Count
+    offset: Count
 
 
 class Moved(_TransferMessage, frozen=True):
@@ -284,6 +320,8 @@ TransferMessage = (
     | Granted
     | Busy
     | Ready
+    | Pack
+    | Packed
     | Moved
     | Commit
     | Committed

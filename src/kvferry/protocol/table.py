@@ -75,6 +75,8 @@ class Event(enum.StrEnum):
     GOT_GRANTED = "got granted"
     GOT_BUSY = "got busy"
     GOT_READY = "got ready"
+    GOT_PACK = "got pack"
+    GOT_PACKED = "got packed"
     GOT_MOVED = "got moved"
     GOT_COMMIT = "got commit"
     GOT_COMMITTED = "got committed"
@@ -121,6 +123,7 @@ class Action(enum.StrEnum):
     OPEN_GRANT = "open grant"
     CLOSE_GRANT = "close grant"
     COPY = "copy"
+    PACK = "pack"
     SETTLE = "settle"
     STOP_COPY = "stop copy"
     VOUCH = "vouch"
@@ -220,6 +223,9 @@ _TEXT = """
 # role    | mode       | phases                                 | event           | then       | actions
 prefill   | pull       | held                                   | got claim       | moving     | open grant, send offered
 prefill   | pull       | moving                                 | got moved       | vouching   | close grant, vouch
+prefill   | pull       | moving                                 | got pack        | =          | pack
+prefill   | pull       | moving                                 | copied          | =          |
+prefill   | push       | moving, vouching, committing           | got pack        | =          | pack
 prefill   | push       | claiming                               | got granted     | moving     | open grant
 prefill   | push       | claiming                               | got busy        | failed     | free, fail
 prefill   | push       | moving                                 | layers ready    | =          | copy
@@ -245,6 +251,7 @@ decode    | push       | checking                               | checked       
 decode    | push, pull | checking                               | refused         | aborting   | send abort
 decode    | pull       | moving                                 | copied          | settling   | send moved
 decode    | pull       | settling                               | got commit      | verifying  | verify
+decode    | push, pull | moving                                 | got packed      | =          |
 decode    | push       | moving                                 | got ready       | =          | copy
 decode    | push       | moving                                 | copied, landed  | =          |
 decode    | push       | moving                                 | got commit      | settling   | close grant, settle

@@ -35,7 +35,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a ticket says. ``transfer`` is random and names the hold at the issuer.
 
     ``addresses`` are where the issuer can be reached, best first. ``lease_ms`` is how long the
-    hold lasted when the ticket was issued; only the issuer's clock decides when it ends.
+    hold lasted when the ticket was issued; only the issuer's clock decides when it ends. ``peer``
+    is a pattern for the names in the certificate of who may claim it; empty for anybody who can.
     """
 
     mode: Mode
@@ -47,6 +48,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     num_blocks: tuple[int, ...]
     lease_ms: Annotated[int, Meta(ge=0)]
+    peer: Annotated[str, Meta(max_length=256)] = ""
 
 
 _decoder = msgspec.msgpack.Decoder(Ticket)

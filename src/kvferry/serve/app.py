@@ -14,22 +14,18 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvferry.engines.reference import Model, ReferenceEngine
 from kvferry.errors import CapacityError, InputError, KVFerryError
 from kvferry.serve.ask import Ask, read_chat, read_completion
 from kvferry.serve.batcher import Batcher
+from kvferry.serve.http import DONE, bounded_body, json_response, sse, until_gone
 from kvferry.serve.job import Event, Failed, Handed, Job, Token
 from kvferry.serve.options import ServeOptions
-from kvferry.serve.shapes import DONE, Shape, error_body, http_status, sse
+from kvferry.serve.shapes import Shape, error_body, http_status
 
 __all__ = ["make_app"]
-
-MAX_BODY_NBYTES = 16 << 20
-
-
-class _GoneError(Exception):
-    """The client went away."""
 
 
 def make_app(
@@ -76,12 +72,14 @@ class _Server:
         """200 and what is in the server now; 500 when the engine has ended."""
         failure = self._batcher.failure
         status = {"status": "ok" if failure is None else str(failure)}
-        return _json(status | self._batcher.stats(), 200 if failure is None else 500)
+        return json_response(status | self._batcher.stats(), 200 if failure is None else 500)
 
     async def models(self, _: Request) -> Response:
         """The one model."""
         model = {"id": self._model.name, "object": "model", "owned_by": "kvferry"}
-        return _json({"object": "list", "data": [model | {"max_model_len": self._model.config.max_context}]})
+        return json_response(
+            {"object": "list", "data": [model | {"max_model_len": self._model.config.max_context}]}
+        )
 
     async def completions(self, request: Request) -> Response:
         return await self._serve(request, read_completion)
@@ -91,12 +89,13 @@ class _Server:
 
     async def _serve(self, request: Request, read: Callable[[bytes, Model], Ask]) -> Response:
         try:
-            ask = await asyncio.to_thread(read, await _body(request), self._model)
+            ask = await asyncio.to_thread(read, await bounded_body(request), self._model)
             self._check(ask)
-            return await _Exchange(request, self._job(ask), self._batcher, self._model.name).answer()
+            exchange = _Exchange(self._job(ask), self._batcher, self._model.name)
+            return await until_gone(request, exchange.answer())
         except KVFerryError as error:
             return _error(error)
-        except (_GoneError, ClientDisconnect):
+        except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
 
     def _check(self, ask: Ask) -> None:
@@ -124,103 +123,88 @@ class _Server:
 class _Exchange:
     """One request on its way through the engine; the job is cancelled unless it came to its end."""
 
-    def __init__(self, request: Request, job: Job, batcher: Batcher, model: str) -> None:
-        self._request = request
+    def __init__(self, job: Job, batcher: Batcher, model: str) -> None:
         self._job = job
         self._batcher = batcher
         self._shape = Shape(job.ask, model, job.request_id)
         self._is_over = False
 
     async def answer(self) -> Response:
-        """Submit, and answer with the status that the first event has. Raises KVFerryError, _GoneError."""
+        """Submit, and answer with the status that the first event has. Raises KVFerryError."""
         self._batcher.submit(self._job)
-        watch = asyncio.ensure_future(self._disconnected())
         streams = False
         try:
-            first = await self._next(watch)
+            first = await self._next()
             params: dict[str, Any] | None = None
             if isinstance(first, Handed):
                 params = first.params
                 if self._job.ask.handoff is not None and self._job.ask.handoff.kind == "reserve":
                     self._is_over = True
-                    return _json(self._shape.reservation(params))
-                first = await self._next(watch)
+                    return json_response(self._shape.reservation(params))
+                first = await self._next()
             assert isinstance(first, Token)
             if self._job.ask.stream:
                 streams = True
-                return StreamingResponse(self._stream(first, params), media_type="text/event-stream")
+                return _EventResponse(self._stream(first, params), self._leave)
             tokens = [first]
             while tokens[-1].finish is None:
-                tokens.append(await self._token(watch))
+                tokens.append(await self._token())
             self._is_over = True
-            return _json(self._shape.whole(tokens, params))
+            return json_response(self._shape.whole(tokens, params))
         finally:
-            watch.cancel()
             if not streams:
                 self._leave()
 
     async def _stream(self, token: Token, params: dict[str, Any] | None) -> AsyncIterator[bytes]:
-        try:
-            while True:
-                yield sse(self._shape.chunk(token, params if token.finish else None))
-                if token.finish is not None:
-                    break
-                event = await self._job.events.get()
-                if isinstance(event, Failed):
-                    self._is_over = True
-                    yield sse(error_body(event.error, http_status(event.error)))
-                    return
-                assert isinstance(event, Token)
-                token = event
-            self._is_over = True
-            if self._job.ask.include_usage:
-                yield sse(self._shape.usage_chunk(token.completion_tokens))
-            yield DONE
-        finally:
-            self._leave()
+        while True:
+            yield _event(self._shape.chunk(token, params if token.finish else None))
+            if token.finish is not None:
+                break
+            try:
+                token = await self._token()
+            except KVFerryError as error:
+                yield _event(error_body(error, http_status(error)))
+                return
+        self._is_over = True
+        if self._job.ask.include_usage:
+            yield _event(self._shape.usage_chunk(token.completion_tokens))
+        yield DONE
 
     def _leave(self) -> None:
         if not self._is_over:
+            self._is_over = True
             self._batcher.cancel(self._job)
 
-    async def _token(self, watch: asyncio.Future[None]) -> Token:
-        event = await self._next(watch)
+    async def _token(self) -> Token:
+        event = await self._next()
         assert isinstance(event, Token)
         return event
 
-    async def _next(self, watch: asyncio.Future[None]) -> Token | Handed:
-        """The next event. Raises the job's error, or _GoneError."""
-        getting = asyncio.ensure_future(self._job.events.get())
-        try:
-            both: list[asyncio.Future[Any]] = [getting, watch]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not getting.done():
-                raise _GoneError
-            event = getting.result()
-        finally:
-            getting.cancel()
+    async def _next(self) -> Token | Handed:
+        """The next event. Raises the job's error."""
+        event = await self._job.events.get()
         if isinstance(event, Failed):
             self._is_over = True
             raise event.error
         return event
 
-    async def _disconnected(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
+
+class _EventResponse(StreamingResponse):
+    """A stream; ``leave`` is called when nobody reads it any more, even if nobody ever did."""
+
+    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
 
 
-async def _body(request: Request) -> bytes:
-    """The body, within a limit. Raises InputError beyond it."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_NBYTES:
-            raise InputError(f"body: more than {MAX_BODY_NBYTES} bytes")
-    return bytes(body)
-
-
-def _json(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(data), status, headers, media_type="application/json")
+def _event(data: dict[str, Any]) -> bytes:
+    return sse(msgspec.json.encode(data))
 
 
 def _error(error: KVFerryError) -> Response:
@@ -230,4 +214,4 @@ def _error(error: KVFerryError) -> Response:
     if isinstance(error, CapacityError):
         status = 429 if "wait already" in error.message else status
         headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_seconds)))}
-    return _json(error_body(error, status), status, headers)
+    return json_response(error_body(error, status), status, headers)

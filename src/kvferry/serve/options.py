@@ -6,6 +6,7 @@ import msgspec
 
 from kvferry.errors import InputError
 from kvferry.transport.address import parse_address, parse_host_port
+from kvferry.transport.security import HOST_ONLY, Security
 
 __all__ = ["ServeOptions", "check_options", "host_port"]
 
@@ -25,6 +26,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
         queue_seconds: how long one waits at most; then 503.
         lease_seconds: how long prefilled KV, or a reservation, is kept for the peer.
         timeout_seconds: how long a move may take.
+        security: who it is to its peers, and where KV may go in plain.
     """
 
     listen: str = "127.0.0.1:8000"
@@ -39,6 +41,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     queue_seconds: float = 60.0
     lease_seconds: float = 30.0
     timeout_seconds: float = 10.0
+    security: Security = HOST_ONLY
 
 
 def check_options(options: ServeOptions) -> ServeOptions:

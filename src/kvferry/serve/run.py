@@ -53,7 +53,12 @@ def run_server(options: ServeOptions, on_ready: Callable[[Serving], None]) -> No
         try:
             if pool is not None:
                 endpoint = Endpoint.listen(
-                    options.kv, pool=pool, name=options.name, requirements=engine.requirements()
+                    options.kv,
+                    pool=pool,
+                    name=options.name,
+                    requirements=engine.requirements(),
+                    tls=options.security.identity,
+                    plain=options.security.plain,
                 )
             roles = None if endpoint is None else Roles(engine, endpoint, options)
             batcher = Batcher(engine, roles, options)

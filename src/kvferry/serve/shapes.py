@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from kvferry.errors import (
     CapacityError,
     DeadlineError,
@@ -20,9 +18,8 @@ from kvferry.errors import (
 from kvferry.serve.ask import Ask
 from kvferry.serve.job import Token
 
-__all__ = ["DONE", "Shape", "error_body", "http_status", "sse"]
+__all__ = ["Shape", "error_body", "http_status"]
 
-DONE = b"data: [DONE]\n\n"
 _STATUS: tuple[tuple[type[KVFerryError], int], ...] = (
     (InputError, 400),
     (CapacityError, 503),
@@ -41,11 +38,6 @@ def http_status(error: KVFerryError) -> int:
 def error_body(error: KVFerryError, status: int) -> dict[str, Any]:
     """OpenAI's error object; ``type`` is the kind of our error."""
     return {"error": {"message": str(error), "type": error.kind, "code": status, "param": None}}
-
-
-def sse(data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class Shape:

@@ -58,8 +58,14 @@ def check_fingerprint(case: Case) -> Iterator[Refusal]:
 
 
 def check_exactness(case: Case) -> Iterator[Refusal]:
-    """Check 4: where ``bits`` are asked for, equal numerics, and nothing on the way that changes them."""
+    """Check 4: where ``bits`` are asked for, equal numerics, and nothing on the way that changes them.
+
+    A conversion that rounds is for ``best_effort`` alone: no one can promise the same tokens after it.
+    """
     state, local = case.state, case.local
+    if case.expect.lossy and state.exactness is not Exactness.BEST_EFFORT:
+        why = "values are rounded on the way"
+        yield Refusal("exactness", state.exactness.value, "best_effort", f"{why}: {case.expect.lossy[0]}")
     if state.exactness is not Exactness.BITS:
         return
     theirs = state.fingerprint

@@ -30,7 +30,8 @@ class Expectation(Record, frozen=True, kw_only=True):
     request; the latter None where the engine compiles a grammar as it imports (check 15 then compares
     the masks). ``parts``: optional fields of the record that the request is known to need here (a
     grammar, log-probabilities), so that a peer which forgot one is found out. ``bytes_moved``: KV
-    bytes that have arrived already (a push layer by layer).
+    bytes that have arrived already (a push layer by layer). ``lossy``: conversions on the way that
+    round values, in words.
     """
 
     request_id: Name
@@ -44,3 +45,4 @@ class Expectation(Record, frozen=True, kw_only=True):
     compiled_grammars: tuple[Digest, ...] | None = ()
     parts: tuple[Name, ...] = ()
     bytes_moved: Count = 0
+    lossy: tuple[Name, ...] = ()

@@ -7,9 +7,11 @@ from kvferry.transfer.group import RankGroup
 from kvferry.transfer.group_moves import GroupMove, GroupPush
 from kvferry.transfer.handles import Move, Push
 from kvferry.transfer.pool import Pool
+from kvferry.transfer.staging import DEFAULT_STAGING_NBYTES
 from kvferry.transfer.trace import Timings, TransferRecord
 
 __all__ = [
+    "DEFAULT_STAGING_NBYTES",
     "Bundle",
     "Endpoint",
     "GroupMove",

@@ -9,8 +9,10 @@ from kvferry.errors import KVFerryError
 from kvferry.protocol import messages as m
 from kvferry.protocol.table import Action, Event
 from kvferry.protocol.ticket import Mode
+from kvferry.state import decode_state, encode_state
 from kvferry.transfer import exchange
 from kvferry.transfer.calls import Arrival, Outcome
+from kvferry.transfer.checks import as_stored
 from kvferry.transfer.integrity import compare_digests, join_arrived
 from kvferry.transfer.payload import WHOLE
 
@@ -60,7 +62,11 @@ def _vouch(session: Session) -> None:
 
 def _publish(session: Session) -> None:
     session.node.ledger.give_back(session)
-    session.published.set_result(Arrival(session.state, session.record(), session.portions))
+    state = session.state
+    if state and session.form is not None:
+        # What the engine gets is the state of what lies in its blocks now.
+        state = encode_state(as_stored(session, decode_state(state)))
+    session.published.set_result(Arrival(state, session.record(), session.portions))
 
 
 def _fail(session: Session) -> None:
@@ -96,6 +102,7 @@ ACTIONS: dict[Action, Callable[[Session], None]] = {
     Action.OPEN_GRANT: lambda s: s.payload.open_grant(),
     Action.CLOSE_GRANT: lambda s: s.payload.close_grant(s.error),
     Action.COPY: lambda s: s.payload.copy_next(),
+    Action.PACK: lambda s: s.payload.packing.go(),
     Action.SETTLE: _settle,
     Action.STOP_COPY: lambda s: s.payload.stop(s.final_error()),
     Action.VOUCH: _vouch,

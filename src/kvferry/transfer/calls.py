@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import ErrorRecord
-from kvferry.layout import PoolLayout
+from kvferry.layout import Conversions, PoolLayout
 from kvferry.protocol.messages import Portion, WireTable
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.state import Requirements
@@ -78,6 +78,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_lease_seconds: float = 3600.0
     copy_threads: int = 2
     security: Security = HOST_ONLY
+    conversions: Conversions | None = None
+    staging_nbytes: int = 0
 
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -93,7 +95,10 @@ class ListenCall(_Call, frozen=True):
 
 
 class OfferCall(_Call, frozen=True):
-    """``like``: another offer of the same blocks, whose digests serve for this one too."""
+    """``like``: another offer of the same blocks, whose digests serve for this one too.
+
+    ``peer``: who may claim it, as in ``Ticket``.
+    """
 
     transfer: bytes
     request_id: str
@@ -102,6 +107,7 @@ class OfferCall(_Call, frozen=True):
     tables: tuple[WireTable, ...]
     lease_seconds: _Seconds
     like: bytes = b""
+    peer: str = ""
 
 
 class ReserveCall(_Call, frozen=True):
@@ -111,6 +117,7 @@ class ReserveCall(_Call, frozen=True):
     tables: tuple[WireTable, ...]
     lease_seconds: _Seconds
     held: HeldPrefix
+    peer: str = ""
 
 
 class PullCall(_Call, frozen=True):
@@ -231,7 +238,10 @@ class Outcome(_Value, frozen=True):
 
 
 class Stats(_Value, frozen=True):
-    """What a node holds now; all zero when idle."""
+    """What a node holds now, all zero when idle; and what registering its pool with transports took.
+
+    ``packing``: pairs of staging windows in use.
+    """
 
     pid: int
     transfers: int
@@ -240,8 +250,10 @@ class Stats(_Value, frozen=True):
     peers: int
     copies: int
     digesting: int
+    packing: int
     threads: int
     fds: int
+    registration_seconds: float = 0.0
 
 
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

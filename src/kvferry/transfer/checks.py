@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvferry.errors import CorruptError, IncompatibleError, PeerError
-from kvferry.layout import BlockTable, GroupLayout, PoolLayout, rank_plan
+from kvferry.layout import BlockTable, Conversions, GroupLayout, PoolLayout, convert_dtype, rank_plan
+from kvferry.protocol.compat import agreed_conversions
 from kvferry.protocol.prefix import HeldPrefix, agreed_tokens, prefix_salt
 from kvferry.protocol.ticket import Mode
 from kvferry.state import (
@@ -27,18 +28,20 @@ from kvferry.state import (
     LandedBlocks,
     LoraAdapter,
     Requirements,
+    TensorEntry,
     check_after_move,
     check_before_move,
     decode_state,
     unpack_ids,
 )
-from kvferry.transfer.integrity import DigestTable, check_coverage
+from kvferry.transfer.integrity import DigestTable
 from kvferry.transfer.portions import plan_portions
+from kvferry.transfer.windows import lossy_conversions
 
 if TYPE_CHECKING:
     from kvferry.transfer.session import Session
 
-__all__ = ["agree", "before_move", "before_visible"]
+__all__ = ["agree", "as_stored", "before_move", "before_visible"]
 
 _MAX_BLOCKS = (1 << 31) - 1
 
@@ -52,7 +55,8 @@ def before_move(session: Session, requirements: Requirements | None, known: bool
     _agree_on_tokens(session)
     if not session.portions:
         assert session.peer is not None
-        _covers_all(session.peer.party.layout, session.config.layout)
+        allowed = agreed_conversions(session.node.party, session.peer.party)
+        _covers_all(session.peer.party.layout, session.config.layout, allowed)
     if session.mode is Mode.PUSH and not session.state and session.commit is None:
         return newest_attempt
     if requirements is None:
@@ -64,6 +68,7 @@ def before_move(session: Session, requirements: Requirements | None, known: bool
         raise CorruptError("transfer_id: the state belongs to another transfer", phase="check")
     if state.kv_tokens != session.tokens:
         raise PeerError(f"tokens: {session.tokens} were announced, the state covers {state.kv_tokens}")
+    state = as_stored(session, state)
     check_before_move(state, requirements, _expectation(session, requirements, known, newest_attempt))
     return state.attempt
 
@@ -75,7 +80,7 @@ def before_visible(
 
     The chunks' digests were compared before; here their places.
     """
-    check_coverage(session.payload.plan(), session.payload.arrived)
+    session.payload.check_covered()
     if requirements is None:
         return
     if session.held_tokens > (like := agree(session, session.held)):
@@ -85,7 +90,7 @@ def before_visible(
             phase="check",
             next_step="give push the prompt_ids of the state, or none",
         )
-    state = decode_state(session.state)
+    state = as_stored(session, decode_state(session.state))
     integrity = session.config.integrity
     groups = tuple(
         GroupArrival(
@@ -106,6 +111,32 @@ def before_visible(
     check_after_move(_of_this_rank(session, state), requirements, arrival)
 
 
+def as_stored(session: Session, state: ExecutionState) -> ExecutionState:
+    """The state with its tensors in the dtypes that this side stores, where the transfer converts them.
+
+    A tensor that is not of the dtype that prefill's pool has, or that nothing converts, stays as it is,
+    and check 7 refuses it.
+    """
+    requirements, form = session.config.requirements, session.form
+    if requirements is None or form is None:
+        return state
+    allowed = agreed_conversions(session.node.party, session.peer.party) if session.peer else None
+    scaled = allowed is not None and allowed.wire is not None
+    needed = {(need.layer, need.role, need.part): need for need in requirements.cache}
+    held = {(wire.src.layer, wire.src.role, wire.src.part): wire.src.dtype for wire in form}
+
+    def stored(entry: TensorEntry) -> TensorEntry:
+        key = (entry.layer, entry.role, entry.part)
+        need, bound = needed.get(key), None
+        if need is not None and entry.group is not None and held.get(key, entry.dtype) == entry.dtype:
+            bound = convert_dtype(entry.dtype, need.dtype)
+        if need is None or bound is None or not (bound.is_exact or scaled or (allowed and allowed.lossy)):
+            return entry
+        return msgspec.structs.replace(entry, dtype=need.dtype)
+
+    return msgspec.structs.replace(state, tensors=tuple(stored(entry) for entry in state.tensors))
+
+
 def agree(session: Session, held: HeldPrefix) -> int:
     """The leading tokens that decode holds, by its hashes and the state's ids (a push: or prefill's)."""
     requirements = session.config.requirements
@@ -124,14 +155,14 @@ def agree(session: Session, held: HeldPrefix) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _covers_all(prefill: PoolLayout, decode: PoolLayout) -> None:
+def _covers_all(prefill: PoolLayout, decode: PoolLayout, allowed: Conversions | None) -> None:
     """Raise IncompatibleError unless prefill's one rank holds every layer and head that decode's holds.
 
     A plan moves what both hold; the rest would stay whatever lay in decode's blocks before. Ranks
     that hold a part each are a ``RankGroup``, which claims portions and checks their union.
     """
     try:
-        rank_plan((prefill,), (decode,))
+        rank_plan((prefill,), (decode,), allowed)
     except IncompatibleError as error:
         raise error.with_context(
             phase="check",
@@ -172,6 +203,7 @@ def _expectation(
         estimated_seconds=0.0,
         compiled_grammars=None,  # the engine's own affair: it compiles before the request is visible
         bytes_moved=session.payload.nbytes,
+        lossy=lossy_conversions(session.form),
     )
 
 
@@ -200,9 +232,10 @@ def _landed(session: Session, state: ExecutionState) -> tuple[LandedBlocks, ...]
     wanted = {blocks.group: blocks for blocks in state.blocks}
     landed = []
     for group, table in zip(session.config.layout.groups, session.tables, strict=True):
-        used = (
-            -(-session.tokens // group.block_size) - table.first_block if group.block_size else len(table.ids)
-        )
+        covered = session.tokens if table.tokens is None else table.tokens  # a cross table states its own
+        used = len(table.ids)
+        if group.block_size:
+            used = -(-covered // group.block_size) - table.first_block
         blocks = GroupBlocks.of(
             group.name,
             BlockTable(table.first_block, table.ids[:used], table.tokens),

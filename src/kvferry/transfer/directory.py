@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from kvferry.errors import KVFerryError, LocalError, PeerError, TransportError
@@ -43,6 +44,8 @@ class Directory:
         self._peers: set[Peer] = set()
         self._by_address: dict[str, asyncio.Future[Peer]] = {}
         self._welcomes: set[asyncio.Task[None]] = set()
+        #: What it took so far to make the pool known to transports.
+        self.registration_seconds = 0.0
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -118,7 +121,9 @@ class Directory:
         if cls.scheme not in self._transports:
             if (why := cls.unavailable()) is not None:
                 raise TransportError(f"{cls.scheme} does not work here: {why}")
+            started = time.perf_counter()
             transport = cls(self._memory, self._guard)
+            self.registration_seconds += time.perf_counter() - started
             transport.security = self._security
             self._transports[cls.scheme] = transport
         return self._transports[cls.scheme]

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvferry.errors import InputError, KVFerryError, LocalError
-from kvferry.layout import BlockTable
+from kvferry.layout import BlockTable, Conversions, numpy_dtype
 from kvferry.protocol.messages import Portion, to_wire
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.ticket import Mode, read_ticket
@@ -28,6 +28,7 @@ from kvferry.transfer import calls as c
 from kvferry.transfer.client import NodeClient
 from kvferry.transfer.handles import CALL_SECONDS, Move, Push, cancel, encode_for
 from kvferry.transfer.pool import Pool
+from kvferry.transfer.staging import MIN_WINDOW_NBYTES, window_nbytes
 from kvferry.transfer.trace import TransferRecord
 from kvferry.transport.security import Identity, Plain, Security
 
@@ -48,6 +49,7 @@ class Endpoint:
         self._timeouts = timeouts
         self.pool = pool
         self.requirements = requirements
+        self.conversions: Conversions | None = None
         self.addresses: tuple[str, ...] = ()
         self.incarnation = b""
 
@@ -65,6 +67,7 @@ class Endpoint:
         copy_threads: int = 2,
         tls: Identity | None = None,
         plain: Plain | str = Plain.LOOPBACK,
+        conversions: Conversions | None = None,
     ) -> Endpoint:
         """An endpoint that can pull and push, but that nobody can reach yet.
 
@@ -80,6 +83,8 @@ class Endpoint:
             tls: who this endpoint is, to encrypt tcp with; needed for addresses off loopback.
             plain: where tcp may be plain: ``never``, on ``loopback``, or ``anywhere`` that an address
                 says ``?plain=yes``.
+            conversions: what may be done to blocks that the peer stores otherwise; both sides say so.
+                The pool needs staging for it. None: an unlike pair is refused.
         """
         timeouts = timeouts or c.Timeouts()
         memory = pool.memory
@@ -95,9 +100,13 @@ class Endpoint:
             max_transfers=max_transfers,
             copy_threads=copy_threads,
             security=Security(tls, _plain(plain)),
+            conversions=conversions,
+            staging_nbytes=_staging(pool, conversions, copy_threads),
         )
         client = NodeClient(config, memory, process=memory.fd is not None if process is None else process)
-        return cls(client, pool, timeouts, requirements)
+        endpoint = cls(client, pool, timeouts, requirements)
+        endpoint.conversions = conversions
+        return endpoint
 
     @classmethod
     def listen(cls, address: str | Sequence[str], *, pool: Pool, **options: Any) -> Endpoint:
@@ -130,13 +139,15 @@ class Endpoint:
         tokens: int | None = None,
         request_id: str | None = None,
         like: bytes = b"",
+        peer: str = "",
     ) -> bytes:
         """Hold a finished request for decode to pull; returns the ticket to give to it.
 
         The digests that decode compares are taken now. ``tokens`` and ``request_id`` come from
         the state where there is one. The blocks are lent until ``outcome(ticket)`` resolves,
         which is at the latest when the lease ends. ``like``: the ticket of another offer of the
-        same blocks, whose digests then serve for both.
+        same blocks, whose digests then serve for both. ``peer``: a name, ``*`` allowed, that the
+        certificate of whoever claims the ticket must carry; empty for any peer that gets in.
         """
         transfer = secrets.token_bytes(16) if state is None else state.transfer_id
         lent = self._by_group(tables)
@@ -151,6 +162,7 @@ class Endpoint:
             tables=to_wire(lent.values()),
             lease_seconds=_positive("lease_seconds", lease_seconds),
             like=read_ticket(like).transfer if like else b"",
+            peer=_name(peer),
         )
         return bytes(held.ticket)
 
@@ -232,10 +244,11 @@ class Endpoint:
         *,
         lease_seconds: float = 30.0,
         have: HeldPrefix | None = None,
+        peer: str = "",
     ) -> bytes:
         """Hold blocks for at most ``tokens`` tokens that prefill will push; returns the ticket for it.
 
-        ``have``: as in ``pull``.
+        ``have``: as in ``pull``. ``peer``: as in ``offer``.
         """
         held = self._client.call(
             c.ReserveCall,
@@ -246,6 +259,7 @@ class Endpoint:
             tables=to_wire(self._by_group(tables).values()),
             lease_seconds=_positive("lease_seconds", lease_seconds),
             held=have or HeldPrefix(),
+            peer=_name(peer),
         )
         return bytes(held.ticket)
 
@@ -328,6 +342,27 @@ def _positive(field: str, seconds: float) -> float:
     if not known:
         raise InputError(f"{field}: {seconds!r} is not a number of seconds from 0 to {_MAX_SECONDS}")
     return float(seconds)
+
+
+def _name(peer: str) -> str:
+    if not isinstance(peer, str) or len(peer) > _MAX_REQUEST_ID:
+        raise InputError(f"peer: {peer!r:.80} is no name of at most {_MAX_REQUEST_ID} characters")
+    return peer
+
+
+def _staging(pool: Pool, conversions: Conversions | None, copy_threads: int) -> int:
+    """The staging that the node may use. Raises InputError, or LocalError where a package is missing."""
+    if conversions is None:
+        return 0
+    if window_nbytes(pool.staging_nbytes, copy_threads) < MIN_WINDOW_NBYTES:
+        raise InputError(
+            f"pool: {pool.staging_nbytes} bytes of staging are too few for conversions",
+            next_step="make it by Pool.allocate(layout, staging_nbytes=DEFAULT_STAGING_NBYTES)",
+        )
+    dtypes = {tensor.dtype for group in pool.layout.groups for tensor in group.tensors}
+    for name in (*dtypes, *([conversions.wire.value] if conversions.wire else ())):
+        numpy_dtype(name)
+    return pool.staging_nbytes
 
 
 def _plain(plain: Plain | str) -> Plain:

@@ -47,13 +47,15 @@ def offered(session: Session) -> m.Offered:
         session.tokens,
         session.held_tokens,
         lease_ms,
+        session.grant,
     )
 
 
 def granted(session: Session) -> m.Granted:
     """Where a push may go."""
     lease_ms = _ms_until(session.lease_deadline)
-    return m.Granted(session.transfer, m.to_wire(session.tables), session.tokens, session.held, lease_ms)
+    tables = m.to_wire(session.tables)
+    return m.Granted(session.transfer, tables, session.tokens, session.held, lease_ms, session.grant)
 
 
 def commit(session: Session) -> m.Commit:
@@ -95,6 +97,7 @@ def _take_claim(session: Session, message: m.Claim) -> None:
 
 def _take_offered(session: Session, message: m.Offered) -> None:
     session.state, session.peer_tokens = message.state, message.tokens
+    session.grant = message.grant
     _take_held(session, message.held_tokens)
     session.peer_tables = m.from_wire(message.tables)
     session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
@@ -102,14 +105,25 @@ def _take_offered(session: Session, message: m.Offered) -> None:
 
 def _take_granted(session: Session, message: m.Granted) -> None:
     session.peer_tables = m.from_wire(message.tables)
+    if session.payload.writes:  # else decode will read, by a grant of ours
+        session.grant = message.grant
     session.held_tokens = _agree_on_all(session, message.held)
     session.lease_deadline = time.monotonic() + message.lease_ms / 1e3
 
 
 def _take_ready(session: Session, message: m.Ready) -> None:
     _take_held(session, message.held_tokens)
+    session.grant = message.grant
     layers = range(message.first_layer, message.stop_layer)
     session.payload.add(Part(layers, (message.first_token, min(message.stop_token, session.tokens))))
+
+
+def _take_pack(session: Session, message: m.Pack) -> None:
+    session.payload.packing.ask(message)
+
+
+def _take_packed(session: Session, message: m.Packed) -> None:
+    session.payload.unpacking.packed(message)
 
 
 def _take_commit(session: Session, message: m.Commit) -> None:
@@ -177,6 +191,8 @@ _TAKE: dict[type[m.TransferMessage], Callable[[Session, Any], None]] = {
     m.Offered: _take_offered,
     m.Granted: _take_granted,
     m.Ready: _take_ready,
+    m.Pack: _take_pack,
+    m.Packed: _take_packed,
     m.Commit: _take_commit,
     m.Committed: _take_committed,
     m.Busy: _take_busy,

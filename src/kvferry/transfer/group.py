@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import msgspec
 
 from kvferry.errors import InputError, KVFerryError
-from kvferry.layout import BlockTable, PoolLayout
+from kvferry.layout import BlockTable, Conversions, PoolLayout
 from kvferry.protocol.messages import Portion
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.ticket import Mode, read_ticket
@@ -44,6 +44,9 @@ class RankGroup:
             raise InputError(f"endpoints: {len(endpoints)} ranks, not from 1 to {MAX_RANKS}")
         self._endpoints = tuple(endpoints)
         self.layouts: tuple[PoolLayout, ...] = tuple(endpoint.pool.layout for endpoint in endpoints)
+        # What this side allows at most: the handshake of each pair of ranks says what both do.
+        allows = any(endpoint.conversions for endpoint in endpoints)
+        self._allowed = Conversions(lossy=True) if allows else None
         self._packed_layouts = pack_layouts(self.layouts)
         requirements = endpoints[0].requirements
         if any(endpoint.requirements != requirements for endpoint in endpoints):
@@ -230,7 +233,7 @@ class RankGroup:
             raise InputError(f"bundle: for {claims} ranks, this worker has {len(self._endpoints)}")
         pulls = mode is Mode.PULL
         src, dst = (bundle.layouts, self.layouts) if pulls else (self.layouts, bundle.layouts)
-        for (src_rank, dst_rank), portions in share_out(src, dst).items():
+        for (src_rank, dst_rank), portions in share_out(src, dst, self._allowed).items():
             here, there = (dst_rank, src_rank) if pulls else (src_rank, dst_rank)
             yield Pair(src_rank, dst_rank, self._endpoints[here], bundle.tickets[there][here]), portions
 

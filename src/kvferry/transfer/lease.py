@@ -25,7 +25,7 @@ class _Grant:
     start: NDArray[np.int64]
     stop: NDArray[np.int64]
     on_landed: Callable[[Arrived], None]
-    on_empty: Callable[[], None] | None = None
+    on_empty: list[Callable[[], None]] = field(default_factory=list)
     users: int = 0
     closed: bool = False
     token: CancelToken = field(default_factory=CancelToken)
@@ -76,7 +76,7 @@ class Grants:
             grant = self._grants.get(transfer_id)
             if grant is None or grant.users == 0:
                 return True
-            grant.on_empty = call
+            grant.on_empty.append(call)
             return False
 
     @property
@@ -122,11 +122,13 @@ class Grants:
         with self._lock:
             grant = self._grants[transfer_id]
             grant.users -= 1
-            emptied = grant.users == 0
-            if emptied and grant.closed:
-                del self._grants[transfer_id]
-        if emptied and grant.on_empty is not None:
-            grant.on_empty()
+            calls: list[Callable[[], None]] = []
+            if grant.users == 0:
+                calls, grant.on_empty = grant.on_empty, calls
+                if grant.closed:
+                    del self._grants[transfer_id]
+        for call in calls:
+            call()
 
 
 def _refused(why: str) -> PeerError:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError, PeerError
 from kvferry.layout import PoolLayout
 from kvferry.protocol import messages as m
-from kvferry.protocol.table import Event, Phase
+from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Ticket, open_ticket, seal_ticket
 from kvferry.transfer.calls import NodeConfig
 from kvferry.transfer.checks import before_move, before_visible
@@ -22,9 +22,13 @@ from kvferry.transfer.integrity import DigestTable
 from kvferry.transfer.lease import Grants
 from kvferry.transfer.ledger import Ledger
 from kvferry.transfer.peer import Peer
+from kvferry.transfer.pool import staging_offset
 from kvferry.transfer.portions import check_portions
 from kvferry.transfer.session import Session
+from kvferry.transfer.staging import Staging
+from kvferry.transfer.windows import check_form
 from kvferry.transport.base import Memory
+from kvferry.transport.security import names_match
 
 __all__ = ["Node"]
 
@@ -33,6 +37,8 @@ _EVENTS: dict[type[m.TransferMessage], Event] = {
     m.Granted: Event.GOT_GRANTED,
     m.Busy: Event.GOT_BUSY,
     m.Ready: Event.GOT_READY,
+    m.Pack: Event.GOT_PACK,
+    m.Packed: Event.GOT_PACKED,
     m.Moved: Event.GOT_MOVED,
     m.Commit: Event.GOT_COMMIT,
     m.Committed: Event.GOT_COMMITTED,
@@ -55,14 +61,16 @@ class Node:
         self.memory = memory
         self.grants = Grants()
         self.ledger = Ledger(config.max_transfers, config.layout)
+        self.staging = Staging(staging_offset(config.layout), config.staging_nbytes, config.copy_threads)
         self.incarnation = secrets.token_bytes(16)
         # Copies and digests that this side starts. Named, so that a leak has a name.
         self.copiers = ThreadPoolExecutor(
             config.copy_threads, thread_name_prefix=f"kvferry-copy-{config.name}"
         )
         self._key = secrets.token_bytes(32)
+        self.party = _party(config, self.incarnation, self.staging.window_nbytes)
         self.directory = Directory(
-            _party(config, self.incarnation),
+            self.party,
             config.timeouts,
             memory,
             self.grants,
@@ -93,6 +101,7 @@ class Node:
             session.tokens,
             tuple(len(table.ids) for table in session.tables),
             int(lease_seconds * 1e3),
+            session.for_peer,
         )
         return seal_ticket(ticket, self._key)
 
@@ -100,6 +109,7 @@ class Node:
 
     def forget(self, session: Session) -> None:
         """The session has ended and holds nothing."""
+        session.payload.packing.release()
         self.ledger.forget(session)
 
     def check_before_move(self, session: Session) -> None:
@@ -141,14 +151,20 @@ class Node:
         """A peer takes up a ticket of ours; refused claims hold nothing and are answered by Abort."""
         try:
             ticket = open_ticket(claim.ticket, self._key, self.incarnation)
+            if claim.transfer != ticket.transfer:
+                raise PeerError(
+                    "the ticket is of another transfer than the one that is claimed with it",
+                    request_id=ticket.request_id,
+                    now_true="nothing was granted",
+                    next_step="claim with the ticket of that transfer",
+                )
             session = self.ledger.find(ticket.transfer)
-            if (
-                session is None
-                or session.machine.phase is not Phase.HELD
-                or claim.transfer != ticket.transfer
-            ):
+            if session is None or session.machine.phase is not Phase.HELD:
                 raise self._no_hold(ticket)
+            _check_claimant(ticket, peer)
             _check_claimed(claim.portions, self.config.layout, peer.party.layout)
+            gives = session.role is Role.PREFILL
+            check_form(self.party, peer.party, gives=gives, portions=claim.portions)
             moving = self.ledger.num_working
             if moving < self.config.max_moving:
                 session.claimed(peer, claim)
@@ -160,12 +176,29 @@ class Node:
 
     def _no_hold(self, ticket: Ticket) -> KVFerryError:
         if ticket.transfer in self.ledger:
-            return PeerError("the ticket is in use: it can be claimed once", request_id=ticket.request_id)
+            return PeerError(
+                "the ticket is in use: it can be claimed once",
+                request_id=ticket.request_id,
+                now_true="nothing was granted; the transfer that uses it goes on",
+                next_step="ask for a ticket of your own",
+            )
         return DeadlineError(
             f"the ticket is no longer good: {self.ledger.why_ended(ticket.transfer)}",
             request_id=ticket.request_id,
             now_true="nothing is held for it here",
             next_step="prefill again, or recompute at decode",
+        )
+
+
+def _check_claimant(ticket: Ticket, peer: Peer) -> None:
+    names = peer.connection.peer_names
+    if ticket.peer and not names_match(names, (ticket.peer,)):
+        who = f"a certificate for {', '.join(names)}" if names else "no certificate on this connection"
+        raise PeerError(
+            f"the ticket is for {ticket.peer}, and its claimant has {who}",
+            request_id=ticket.request_id,
+            now_true="nothing was granted; the ticket stays good for whom it is for",
+            next_step="give the ticket to the worker that it was made for",
         )
 
 
@@ -176,7 +209,7 @@ def _check_claimed(portions: tuple[m.Portion, ...], ours: PoolLayout, theirs: Po
         raise PeerError(error.message, now_true="nothing was granted; the ticket stays good") from None
 
 
-def _party(config: NodeConfig, incarnation: bytes) -> m.Party:
+def _party(config: NodeConfig, incarnation: bytes, window_nbytes: int) -> m.Party:
     return m.Party(
         config.name,
         incarnation,
@@ -185,4 +218,6 @@ def _party(config: NodeConfig, incarnation: bytes) -> m.Party:
         heartbeat_ms=int(config.timeouts.heartbeat * 1e3),
         lost_ms=int(config.timeouts.lost * 1e3),
         integrity=config.integrity,
+        conversions=config.conversions,
+        window_nbytes=window_nbytes,
     )

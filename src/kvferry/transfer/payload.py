@@ -23,6 +23,7 @@ from kvferry.protocol.ticket import Mode
 from kvferry.transfer.integrity import (
     NO_DIGESTS,
     DigestTable,
+    check_coverage,
     compare_digests,
     digest_pieces,
     digest_plan,
@@ -31,6 +32,7 @@ from kvferry.transfer.integrity import (
     select_digests,
 )
 from kvferry.transfer.portions import plan_portions
+from kvferry.transfer.windows import Packing, PartKey, Unpacking
 from kvferry.transport.base import Arrived, CancelToken, Copy, Direction
 
 if TYPE_CHECKING:
@@ -66,6 +68,9 @@ class Payload:
         self._vouching: asyncio.Future[DigestTable] | None = None
         self.is_copying = False
         self.arrived: list[Arrived] = []
+        # Of a transfer that converts: what prefill packs, and what decode stores.
+        self.packing = Packing(session, self._quiet_again)
+        self.unpacking = Unpacking(session, self._cancel)
 
     @property
     def nbytes(self) -> int:
@@ -108,6 +113,46 @@ class Payload:
             token_range=part.token_range,
         )
 
+    def _at_home(self, part: Part) -> CopyPlan:
+        """One part of this side's own blocks: what it gives, however decode stores it."""
+        session = self._session
+        ours = (session.config.layout, session.tables)
+        return plan_portions(
+            session.portions,
+            ours,
+            ours,
+            session.tokens,
+            first_token=session.held_tokens,
+            layers=part.layers,
+            token_range=part.token_range,
+        )
+
+    @property
+    def _converts(self) -> bool:
+        return self._session.form is not None
+
+    @property
+    def writes(self) -> bool:
+        """Prefill writes into decode's blocks; else decode reads, also what is pushed.
+
+        What converts is always read: decode's windows are few, and it knows when one is free.
+        """
+        session = self._session
+        assert session.peer is not None
+        return session.mode is Mode.PUSH and session.peer.connection.can_write and not self._converts
+
+    def _key(self, part: Part) -> PartKey:
+        layers = range(1 << 20) if part.layers is None else part.layers
+        first, stop = (0, self._session.tokens) if part.token_range is None else part.token_range
+        return layers.start, layers.stop, first, min(stop, self._session.tokens)
+
+    def check_covered(self) -> None:
+        """At decode, after the bytes: raise CorruptError unless all of the request is in its place, once."""
+        if self._converts:
+            self.unpacking.check_stored()
+        else:
+            check_coverage(self.plan(), self.arrived)
+
     # Copies.
 
     def add(self, part: Part, digests: DigestTable = NO_DIGESTS) -> None:
@@ -122,28 +167,32 @@ class Payload:
         if self.is_copying or not self._parts:
             return
         part = self._parts.popleft()
-        if session.role is Role.PREFILL and not session.peer.connection.can_write:
+        if session.role is Role.PREFILL and not self.writes:
             # Decode carries the push out by reading; our word starts it at once.
-            layers = range(1 << 20) if part.layers is None else part.layers
-            first, stop = (0, session.tokens) if part.token_range is None else part.token_range
-            session.post(
-                m.Ready(session.transfer, layers.start, layers.stop, first, stop, session.held_tokens)
-            )
+            key = self._key(part)
+            if self._converts:
+                self.packing.add(key)
+            session.post(m.Ready(session.transfer, *key, session.held_tokens, session.grant))
             self.copy_next()
             return
         self.is_copying = True
-        self._loop.run_in_executor(session.node.copiers, self._copy_in_thread, part).add_done_callback(
-            self._copied
+        work: asyncio.Future[Arrived] = (
+            asyncio.ensure_future(self.unpacking.fetch(self._key(part)))
+            if self._converts
+            else self._loop.run_in_executor(session.node.copiers, self._copy_in_thread, part)
         )
+        work.add_done_callback(self._copied)
 
     def settle(self) -> bool:
         """Everything was asked for: true if nothing is on its way any more; else COPIED comes later."""
-        return not self.is_copying and not self._parts
+        return not self.is_copying and not self._parts and self.packing.is_done
 
     def stop(self, error: KVFerryError) -> None:
         """End the copy that runs, soon, and forget those that wait."""
         self._parts.clear()
         self._cancel.cancel(error)
+        self.packing.stop()
+        self.unpacking.stop(error)
 
     def _copy_in_thread(self, part: Part) -> Arrived:
         session = self._session
@@ -154,7 +203,7 @@ class Payload:
             return nothing_arrived(connection.path)
         # Not the lease's end: that may move on while this runs, and the session's clock keeps it.
         deadline = session.timeout_deadline
-        copy = Copy(session.transfer, plan, deadline, session.config.integrity, self._cancel)
+        copy = Copy(session.grant, plan, deadline, session.config.integrity, self._cancel)
         self._cancel.raise_if_cancelled()
         return connection.write(copy) if session.role is Role.PREFILL else connection.read(copy)
 
@@ -180,22 +229,34 @@ class Payload:
         """Let the peer read or write this transfer's bytes, if it is the peer that starts the copies."""
         session = self._session
         assert session.peer is not None
-        writes = session.mode is Mode.PUSH and session.peer.connection.can_write
+        writes = self.writes
+        if self._converts:
+            self._open_windows()
+            return
         if writes is (session.role is Role.PREFILL):
             return
         # A push says only with its words what it left out; what decode holds is not to be written.
         plan = self.plan(held_tokens=session.named_tokens if writes else None)
         session.node.grants.open(
-            session.transfer,
+            session.grant,
             Direction.WRITE if writes else Direction.READ,
             plan.dst_offset if writes else plan.src_offset,
             plan.nbytes,
             self._landed_in_thread,
         )
 
+    def _open_windows(self) -> None:
+        """An offer's windows may be asked for; those of a push as its parts are given."""
+        session = self._session
+        if session.role is Role.PREFILL and session.mode is Mode.PULL:
+            try:
+                self.packing.add(self._key(WHOLE))
+            except KVFerryError as error:
+                session.fail(error)
+
     def close_grant(self, error: KVFerryError | None) -> None:
         """Admit no new copy by the peer; with ``error``, end those that run."""
-        self._session.node.grants.close(self._session.transfer, error)
+        self._session.node.grants.close(self._session.grant, error)
 
     def _landed_in_thread(self, arrived: Arrived) -> None:
         self._loop.call_soon_threadsafe(self._landed, arrived)
@@ -238,7 +299,10 @@ class Payload:
             self._quiet_again()
 
     def _digest_part_in_thread(self, part: Part) -> DigestTable:
-        return digest_plan(self._session.node.memory.array, self.plan(part))
+        return digest_plan(self._session.node.memory.array, self._given_plan(part))
+
+    def _given_plan(self, part: Part) -> CopyPlan:
+        return self._at_home(part) if self._converts else self.plan(part)
 
     @property
     def is_digesting(self) -> bool:
@@ -275,9 +339,14 @@ class Payload:
         if exported is None:
             # A push: what was given must be what is there now, or a part was pushed before it was
             # final, or its blocks were reused.
-            now = join_digests([digest_plan(memory, self.plan(part)) for part, _ in self._given])
+            now = join_digests([digest_plan(memory, self._given_plan(part)) for part, _ in self._given])
             compare_digests(join_digests([digests for _, digests in self._given]), now)
-            return now
+            return self.packing.digest_table() if self._converts else now
+        if self._converts:
+            # What was packed is what was exported if the blocks are still what they were then.
+            pieces = source_pieces(session.config.layout, session.tables, session.tokens)
+            compare_digests(exported, digest_pieces(memory, pieces))
+            return self.packing.digest_table()
         plan = self.plan()
         if plan.chunk_complete.all():
             return select_digests(exported, plan.chunk_id)
@@ -301,14 +370,14 @@ class Payload:
 
     def when_quiet(self, call: Callable[[], None]) -> bool:
         """True if nothing touches this side's memory; else ``call`` runs, on the loop, once that is so."""
-        if self.is_copying or self.is_digesting:
+        if self.is_copying or self.is_digesting or self.packing.is_busy:
             self._when_quiet = call
             return False
 
         def in_thread() -> None:
             self._loop.call_soon_threadsafe(call)
 
-        return self._session.node.grants.when_empty(self._session.transfer, in_thread)
+        return self._session.node.grants.when_empty(self._session.grant, in_thread)
 
     def _quiet_again(self) -> None:
         if self._when_quiet is not None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import InputError
-from kvferry.layout import BlockTable, CopyPlan, PoolLayout, Role, copy_plan, rank_plan
+from kvferry.layout import BlockTable, Conversions, CopyPlan, PoolLayout, Role, copy_plan, rank_plan
 from kvferry.protocol.messages import MAX_PORTIONS, Portion
 
 __all__ = ["Coverage", "check_portions", "plan_portions", "share_out"]
@@ -27,14 +27,15 @@ Rank = tuple[PoolLayout, Sequence[BlockTable]]
 
 @lru_cache(maxsize=16)
 def share_out(
-    src: tuple[PoolLayout, ...], dst: tuple[PoolLayout, ...]
+    src: tuple[PoolLayout, ...], dst: tuple[PoolLayout, ...], allowed: Conversions | None = None
 ) -> Mapping[tuple[int, int], tuple[Portion, ...]]:
     """(source rank, destination rank) -> its portions, for the pairs that move anything.
 
-    Raises IncompatibleError as ``rank_plan``: ranks that do not fit, or heads that no source holds.
+    ``allowed``: what may be converted. Raises IncompatibleError as ``rank_plan``: ranks that do not
+    fit, or heads that no source holds.
     """
     pairs: defaultdict[tuple[int, int], list[Portion]] = defaultdict(list)
-    for move in rank_plan(src, dst):
+    for move in rank_plan(src, dst, allowed):
         pairs[move.src_rank, move.dst_rank].append(Portion(move.layers, move.parts, move.head_range))
     return MappingProxyType({pair: tuple(portions) for pair, portions in sorted(pairs.items())})
 

@@ -21,6 +21,7 @@ import msgspec
 from kvferry.errors import KVFerryError, LocalError
 from kvferry.transfer.calls import Call, CloseCall, NodeConfig, Reply
 from kvferry.transfer.node import Node
+from kvferry.transfer.pool import memory_nbytes
 from kvferry.transfer.service import Service
 from kvferry.transport.base import Memory
 from kvferry.transport.memory import attach_shared
@@ -91,7 +92,7 @@ def _map_pool(config: NodeConfig) -> Memory:
         raise LocalError("a transfer process needs a pool in shared memory")
     return attach_shared(
         config.memory_fd,
-        config.layout.nbytes,
+        memory_nbytes(config.layout, config.staging_nbytes),
         owner_pid=config.owner_pid,
         owner_address=config.owner_address,
     )

@@ -19,6 +19,7 @@ from kvferry.transfer.node import Node
 from kvferry.transfer.payload import Part
 from kvferry.transfer.portions import check_portions
 from kvferry.transfer.session import Session
+from kvferry.transfer.windows import check_form
 
 __all__ = ["Service"]
 
@@ -87,6 +88,7 @@ class Service:
             lease,
             lease,
             held=call.held if isinstance(call, c.ReserveCall) else HeldPrefix(),
+            for_peer=call.peer,
         )
         return self._node.ledger.take_in(session)
 
@@ -123,6 +125,7 @@ class Service:
             if (given_up := self._reaching[ticket.transfer]) is not None:
                 raise given_up
             check_portions(call.portions, self._node.config.layout, peer.party.layout)
+            check_form(self._node.party, peer.party, gives=role is Role.PREFILL, portions=call.portions)
         except TimeoutError:
             raise DeadlineError(
                 f"no connection within {call.timeout_seconds} s",
@@ -211,8 +214,10 @@ class Service:
             peers=self._node.directory.num_peers,
             copies=sum(session.payload.is_copying for session in self._node.ledger),
             digesting=sum(session.payload.is_digesting for session in self._node.ledger),
+            packing=self._node.staging.num_taken,
             threads=threading.active_count(),
             fds=len(os.listdir("/proc/self/fd")),
+            registration_seconds=self._node.directory.registration_seconds,
         )
 
     async def _close(self, _: c.CloseCall) -> c.Nothing:

@@ -7,14 +7,16 @@ as events, sends are queued, and FREE goes on when the last copy has left the me
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.errors import DeadlineError, KVFerryError, LocalError, PeerError
-from kvferry.layout import BlockTable
+from kvferry.layout import BlockTable, WireTensor
 from kvferry.protocol import messages as m
+from kvferry.protocol.compat import pair_form
 from kvferry.protocol.machine import Machine
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.table import (
@@ -34,6 +36,7 @@ from kvferry.transfer.calls import Arrival, NodeConfig, Outcome
 from kvferry.transfer.exchange import take
 from kvferry.transfer.payload import Part, Payload
 from kvferry.transfer.trace import PhaseClock, TransferRecord
+from kvferry.transfer.windows import used_conversions
 
 if TYPE_CHECKING:
     from kvferry.transfer.node import Node
@@ -50,7 +53,9 @@ class Session:
     """State of one transfer. ``tables`` are this side's blocks, ``peer_tables`` the other's.
 
     ``held`` is the prefix that decode said it holds (at decode), ``held_tokens`` what both agreed on.
-    ``portions``: what of the pair moves; empty for all that both layouts hold.
+    ``for_peer``: who may claim this hold, by certificate. ``portions``: what of the pair moves;
+    empty for all that both layouts hold. ``grant`` names the grant under which the bytes move: this
+    side's own, or the one that the peer told of.
 
     Futures: ``published`` resolves at decode when the state is visible (or with the error);
     ``ended`` resolves when this side's blocks are its engine's again; ``answered`` when a claim of
@@ -72,6 +77,7 @@ class Session:
     held_tokens: int = 0
     prompt_ids: bytes = b""
     portions: tuple[m.Portion, ...] = ()
+    for_peer: str = ""
     peer_tokens: int = 0
     peer: Peer | None = None
     handshake_seconds: float = 0.0
@@ -80,6 +86,7 @@ class Session:
     committed: m.Committed | None = None
     error: KVFerryError | None = None
     peer_gave_up: bool = False
+    grant: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
     def __post_init__(self) -> None:
         self.config: NodeConfig = self.node.config
@@ -97,6 +104,13 @@ class Session:
         self._timer: asyncio.TimerHandle | None = None
         self._failing_phase = self.machine.phase
         self.set_timer()
+
+    @property
+    def form(self) -> tuple[WireTensor, ...] | None:
+        """What of this transfer crosses converted; None where copies do. Once the peer is known."""
+        assert self.peer is not None
+        gives = self.role is Role.PREFILL
+        return pair_form(self.node.party, self.peer.party, gives=gives, portions=self.portions)
 
     # Events.
 
@@ -306,6 +320,7 @@ class Session:
             chunks=chunks,
             state_nbytes=len(self.state),
             integrity=self.config.integrity,
+            conversions=() if self.peer is None else used_conversions(self.form),
             timings=self.clock.timings(),
         )
 

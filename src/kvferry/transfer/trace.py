@@ -36,7 +36,10 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What moved, between whom, by what. ``path`` is what really carried the bytes."""
+    """What moved, between whom, by what. ``path`` is what really carried the bytes.
+
+    ``nbytes`` are those on the wire. ``conversions``: what was done to the values, and its bound.
+    """
 
     request_id: str
     role: str
@@ -50,6 +53,7 @@ class TransferRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state_nbytes: int
     integrity: bool
     timings: Timings
+    conversions: tuple[str, ...] = ()
 
     @property
     def bytes_per_second(self) -> float:
@@ -70,6 +74,8 @@ def combined(records: Sequence[TransferRecord]) -> TransferRecord:
     def names(field: str) -> str:
         return ", ".join(dict.fromkeys(getattr(record, field) for record in records))
 
+    conversions = dict.fromkeys(how for record in records for how in record.conversions)
+
     def total(field: str) -> int:
         return sum(getattr(record, field) for record in records)
 
@@ -82,6 +88,7 @@ def combined(records: Sequence[TransferRecord]) -> TransferRecord:
         descriptors=total("descriptors"),
         chunks=total("chunks"),
         state_nbytes=total("state_nbytes"),
+        conversions=tuple(conversions),
         timings=Timings(**longest | {"copy": sum(time["copy"] for time in times)}),
     )
 

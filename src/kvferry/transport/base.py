@@ -118,7 +118,8 @@ class Copy:
     """One payload copy, asked of a connection.
 
     In ``plan`` the source is the peer for a read and this side for a write; offsets count from
-    the start of either pool. ``deadline`` is ``time.monotonic()`` seconds.
+    the start of either pool. ``transfer_id`` names the grant at the peer. ``deadline`` is
+    ``time.monotonic()`` seconds.
     """
 
     transfer_id: bytes

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TcpTransport"]
 
-OPTIONS = ("plain", "streams")
+OPTIONS = ("plain", "streams", "contact")
 # What a peer that takes this address for one of the other kind is told.
 _HINTS = {(Role.SEALED_CONTROL, False): Role.IS_PLAIN, (Role.CONTROL, True): Role.NEEDS_TLS}
 
@@ -123,7 +123,11 @@ class TcpConnection(SocketConnection):
 
 
 class TcpTransport(SocketTransport):
-    """``tcp://HOST:PORT``, options ``plain=yes|no`` and ``streams=N``."""
+    """``tcp://HOST:PORT``, options ``plain=yes|no``, ``streams=N`` and ``contact=HOST:PORT``.
+
+    ``contact`` is what peers are told to connect to instead: a port that is forwarded here, a proxy, or
+    the host's own address where it listens on all of them.
+    """
 
     scheme = "tcp"
     #: What an address may say after the question mark.
@@ -159,7 +163,14 @@ class TcpTransport(SocketTransport):
         sock = listening_socket(place, address)
         # Peers go by what the address says, so it says what is not the rule.
         said = {"plain": "no"} if identity is not None and is_local else {}
-        bound = Address(self.scheme, host_port(sock.getsockname()), {**parsed.options, **said})
+        options = {**parsed.options, **said}
+        rest = options.pop("contact", None)
+        if rest is None:
+            rest = host_port(sock.getsockname())
+        else:  # the rule would go by the other place
+            options["plain"] = "yes" if identity is None else "no"
+        bound = Address(self.scheme, rest, options)
+        parse_host_port(bound)  # a contact that is no HOST:PORT is found out here
         if identity is None and not is_local:
             _log.warning("%s: listens without encryption; KV blocks cross the network in plain", bound)
         return SocketListener(sock, str(bound), partial(self._greet, bound, identity, on_connection))

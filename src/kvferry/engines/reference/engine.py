@@ -92,6 +92,11 @@ class ReferenceEngine(LocalEngine):
         """The pool of each rank."""
         return self.pool.memories
 
+    @property
+    def num_free_blocks(self) -> tuple[int, ...]:
+        """Blocks that ``allocate`` could give now."""
+        return (self.pool.num_free_blocks,)
+
     def prefill(self, request_id: str, on_layer: Callable[[int], None] | None = None) -> bool:
         """Compute one chunk of the prompt. True when the whole prompt is in and ``step`` may follow.
 

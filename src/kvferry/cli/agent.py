@@ -1,0 +1,95 @@
+"""``kvferry agent``: a node's end of probes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from cyclopts import Parameter
+
+from kvferry.cli.identity import identity_of
+from kvferry.errors import InputError
+
+__all__ = ["agent"]
+
+
+def agent(
+    *,
+    listen: str,
+    name: str = "",
+    zone: str = "",
+    data: tuple[str, ...] = (),
+    max_bytes: str = "8GiB",
+    cert: Path | None = None,
+    authority: Path | None = None,
+    peers: tuple[str, ...] = (),
+    plain: Literal["never", "loopback", "anywhere"] | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Answer probes at this node until it is told to end (Ctrl-C, SIGTERM).
+
+    It serves one probe at a time, over a pool that it makes for that probe, to peers with a ticket of
+    that probe. It never touches the pool of an engine.
+
+    Parameters
+    ----------
+    listen
+        tcp://HOST:PORT, the address by which coordinators and other nodes reach this one; port 0 for any.
+        Off loopback it is encrypted, with --cert; or add ?plain=yes to send in plain over a trusted network.
+    name
+        What the matrix calls this node. Default: the host's name.
+    zone
+        Its rack or domain: pairs are compared with those of the same zones.
+    data
+        Where a probe's endpoint listens, once for each transport. Default: the same host, any free port.
+    max_bytes
+        The largest pool that a probe may have here.
+    cert
+        This node's certificate and key (see `kvferry certs`).
+    authority
+        The certificate that its peers' must lead to. Default: ca.pem beside --cert.
+    peers
+        Names that its peers' certificates must carry, with * for any letters; repeatable.
+    plain
+        Where a probe may send in plain. Default: on loopback, and anywhere if --listen says ?plain=yes.
+    as_json
+        Print the ready line as one JSON object.
+    """
+    from kvferry.transport.security import Plain
+    from kvferry.units import parse_bytes
+
+    limit = parse_bytes(max_bytes, "max_bytes")
+    if limit < 1:
+        raise InputError("max_bytes: must be 1 or more")
+    address = listen if "://" in listen else f"tcp://{listen}"
+    options = {
+        "name": name,
+        "zone": zone,
+        "data": data,
+        "max_bytes": limit,
+        "tls": identity_of(cert, authority, peers),
+        "plain": None if plain is None else Plain(plain),
+    }
+    asyncio.run(_serve(address, options, as_json=as_json))
+
+
+async def _serve(address: str, options: dict[str, Any], *, as_json: bool) -> None:
+    from kvferry.probe import Agent
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with await Agent.listen(address, **options) as agent_here:
+        ready = {
+            "address": agent_here.address,
+            "name": agent_here.name,
+            "incarnation": agent_here.incarnation.hex(),
+        }
+        if as_json:
+            print(msgspec.json.encode(ready).decode(), flush=True)
+        else:
+            print("ready: {name} at {address}, incarnation {incarnation}".format(**ready), flush=True)
+        await stop.wait()

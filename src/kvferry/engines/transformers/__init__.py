@@ -1,0 +1,18 @@
+"""The transformers engine. Needs the extra ``transformers`` (torch and transformers)."""
+
+from kvferry.errors import LocalError
+
+try:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise LocalError(
+        f"the transformers engine needs the package {error.name!r}",
+        next_step="pip install 'kvferry[transformers]'",
+    ) from error
+
+from kvferry.engines.transformers.engine import TransformersEngine
+from kvferry.engines.transformers.model import Identity, TransformersModel
+from kvferry.engines.transformers.sampler import TorchSampler
+
+__all__ = ["Identity", "TorchSampler", "TransformersEngine", "TransformersModel"]

@@ -1,0 +1,198 @@
+"""The transformers engine: requests over one model, their caches staged in a pool when they move.
+
+A cache of transformers is tensors of its own, not blocks. At export it is copied into blocks of the
+pool, at import out of them; while a request runs, it holds no block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.engines.base import BlockTables
+from kvferry.engines.grammar import GrammarText
+from kvferry.engines.grouped import GroupedBlocks
+from kvferry.engines.local import Built, LocalEngine
+from kvferry.engines.record import Cache
+from kvferry.engines.request import Request
+from kvferry.engines.transformers.describe import describe_cache, positions, requirements
+from kvferry.engines.transformers.model import ModelCache, TransformersModel
+from kvferry.engines.transformers.sampler import TorchSampler
+from kvferry.engines.transformers.staging import Staging
+from kvferry.errors import LocalError
+from kvferry.layout import PoolLayout
+from kvferry.state import (
+    ExecutionState,
+    ImportReport,
+    Limits,
+    Requirements,
+    Rng,
+    SamplingParameters,
+)
+
+__all__ = ["TransformersEngine"]
+
+
+class TransformersEngine(LocalEngine):
+    """One process, CPU, one sequence a forward: as exact as ``generate`` with batch size 1.
+
+    Args:
+        model: see ``TransformersModel``.
+        layout: the model's own, by its ``layout``; other block sizes and orders in ours cost no bits.
+        memory: uint8, flat, at least ``layout.nbytes``; allocated here when None.
+
+    Not for two threads at once. Raises LocalError for a layout of another model.
+    """
+
+    def __init__(
+        self, model: TransformersModel, layout: PoolLayout, memory: NDArray[np.uint8] | None = None
+    ) -> None:
+        super().__init__(model.vocab_size, model.max_context, model.tokenizer)
+        self.model = model
+        self._layout = layout
+        self._memory = np.zeros(layout.nbytes, np.uint8) if memory is None else memory
+        self.blocks = GroupedBlocks(layout)
+        key_order = model.key_order
+        self._own = Staging(model.form, layout, self._memory, key_order)
+        self._cross = Staging(model.cross_form, layout, self._memory)
+        self._requirements = requirements(model, layout)
+        self._caches: dict[str, ModelCache] = {}
+        self._staged: dict[str, list[tuple[int, BlockTables]]] = {}
+
+    @property
+    def layout(self) -> PoolLayout:
+        """Where a staged cache lies in ``memory``."""
+        return self._layout
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The pool itself."""
+        return self._memory
+
+    @property
+    def num_free_blocks(self) -> tuple[int, ...]:
+        """Blocks that ``allocate`` could give now, in each group."""
+        return self.blocks.num_free
+
+    def requirements(self) -> Requirements:
+        """What this engine needs to start a request, from the cache that its model filled."""
+        return self._requirements
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParameters,
+        limits: Limits,
+        grammar: GrammarText | None = None,
+        *,
+        encoder_input: torch.Tensor | None = None,
+    ) -> Request:
+        """Take a request. ``encoder_input``: ids or features (1, ...), for a model with an encoder.
+
+        Raises as the other engines do, then nothing is held.
+        """
+        cache = self.model.new_cache(encoder_input)
+        request = super().submit(request_id, prompt_ids, sampling, limits, grammar)
+        self._caches[request_id] = cache
+        return request
+
+    def prefill(self, request_id: str) -> bool:
+        """Compute the whole prompt at once."""
+        request = self.request(request_id)
+        if request.is_prefilled:
+            raise LocalError("the prompt is in already", request_id=request_id)
+        logits = self.model.forward(self._caches[request_id], request.ids)
+        request.kv_tokens, request.last_logits = len(request.ids), logits[-1].numpy()
+        return True
+
+    def allocate(self, tokens: int, encoder_tokens: int = 0) -> BlockTables:
+        """Blocks for ``tokens`` tokens, the caller's until imported or freed. Raises CapacityError."""
+        return self.blocks.allocate(tokens, encoder_tokens)
+
+    def free(self, tables: BlockTables) -> None:
+        """Give back what ``allocate`` gave, and nobody has taken over."""
+        self._check_callers(tables)
+        self.blocks.free(tables)
+
+    def tables(self, request_id: str) -> BlockTables:
+        """The blocks that hold the request's cache as it is now, copied there if they do not yet.
+
+        They stay as they are until ``release``, even if the request goes on here. Raises
+        CapacityError where the pool has no room for the copy.
+        """
+        request = self.request(request_id)
+        staged = self._staged.setdefault(request_id, [])
+        if staged and staged[-1][0] == request.kv_tokens:
+            return staged[-1][1]
+        held = self._caches[request_id]
+        tables = self.blocks.allocate(request.kv_tokens, held.cross_tokens)
+        self._own.store(held.layers, tables, request.kv_tokens, held.cross_tokens)
+        self._cross.store(held.cross, tables, request.kv_tokens, held.cross_tokens)
+        staged.append((request.kv_tokens, tables))
+        return tables
+
+    def _make_sampler(
+        self,
+        sampling: SamplingParameters,
+        prompt_ids: NDArray[np.int32],
+        output_ids: NDArray[np.int32],
+        rng: Rng | None,
+    ) -> TorchSampler:
+        return TorchSampler(sampling, np.concatenate([prompt_ids, output_ids]), rng)
+
+    def _admit(self, request: Request) -> None:
+        """A cache grows as it must; there is nothing to take."""
+
+    def _run_pending(self, requests: list[Request]) -> None:
+        for request in requests:
+            assert request.pending is not None
+            logits = self.model.forward(self._caches[request.request_id], [request.pending])
+            request.kv_tokens += 1
+            request.pending, request.last_logits = None, logits[-1].numpy()
+
+    def _cache_of(self, request: Request) -> Cache:
+        tables = self.tables(request.request_id)
+        return describe_cache(
+            self.model, self._layout, tables, request.kv_tokens, self._caches[request.request_id]
+        )
+
+    def _check_callers(self, tables: BlockTables) -> None:
+        of_requests = [taken for staged in self._staged.values() for _, taken in staged]
+        is_taken = any(
+            np.intersect1d(mine.ids, theirs.ids).size
+            for taken in of_requests
+            for mine, theirs in zip(tables, taken, strict=False)
+        )
+        if is_taken or not self.blocks.are_held(tables):
+            raise LocalError(
+                "the block tables are not ones that allocate gave and that are still the caller's",
+                now_true="no block has changed hands",
+            )
+
+    def _build(self, state: ExecutionState, tables: BlockTables) -> Built:
+        tokens = state.kv_tokens
+        cross_tokens = 0 if state.encoder is None else state.encoder.cross_tokens
+        layers = self._own.load(tables, tokens, cross_tokens)
+        cross = self._cross.load(tables, tokens, cross_tokens)
+        digest = "" if state.encoder is None else state.encoder.digest
+        held = self.model.filled_cache(layers, cross, cross_tokens, digest)
+        report = ImportReport(
+            given_nbytes=self._own.nbytes(tokens, cross_tokens) + self._cross.nbytes(tokens, cross_tokens),
+            accepted_nbytes=self._own.read_back(held.layers, tables, tokens, cross_tokens)
+            + self._cross.read_back(held.cross, tables, tokens, cross_tokens),
+            positions=positions(self.model, self._layout, held, tokens),
+        )
+        return Built(report, self._own.recurrent(tables), held)
+
+    def _show(self, request: Request, built: Built, tables: BlockTables) -> None:
+        self._caches[request.request_id] = built.own
+        self.blocks.free(tables)  # the cache is the engine's own tensors now
+
+    def _forget(self, request: Request) -> None:
+        del self._caches[request.request_id]
+        for _, tables in self._staged.pop(request.request_id, ()):
+            self.blocks.free(tables)

@@ -1,0 +1,185 @@
+"""The scheduler side: which requests are offered, which are loaded, and what the response says.
+
+Prefill: a request that asks for it is offered by the step that computes the last of its prompt;
+when it finishes, its ticket goes into the response and its blocks stay until decode has them, or
+the lease ends. Decode: a request that brings a ticket waits for its KV, and starts at the
+prompt's last token, which it computes itself.
+
+It knows vLLM only by the fields that it reads of requests and steps. A request that cannot be
+handed over is answered with the reason, and decode computes it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.engines.vllm.step import TICKET_KEY, Load, Save, Step, Tickets, ticket_text, tickets_from
+from kvferry.errors import IncompatibleError, InputError, KVFerryError
+from kvferry.protocol.ticket import Mode, read_ticket
+from kvferry.state import pack_ids
+
+__all__ = ["REFUSED_KEY", "TOKENS_KEY", "SchedulerSide"]
+
+_HANDED_OVER = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+REFUSED_KEY = "kvferry_refused"
+TOKENS_KEY = "kvferry_tokens"
+
+
+@dataclass
+class _Prefill:
+    request: Any
+    offered: bool = False
+
+
+@dataclass(frozen=True)
+class _Decode:
+    tickets: Tickets
+    tokens: int
+
+
+class SchedulerSide:
+    """One engine's bookkeeping. ``fetch_tickets(request_id)`` asks the ranks, and raises KVFerryError."""
+
+    def __init__(
+        self, ranks: int, fetch_tickets: Callable[[str], Tickets], log: Callable[[str], None]
+    ) -> None:
+        self._ranks = ranks
+        self._fetch_tickets = fetch_tickets
+        self._log = log
+        self._prefills: dict[str, _Prefill] = {}
+        self._decodes: dict[str, _Decode] = {}
+        self._refused: dict[str, str] = {}
+        self._held_tokens: dict[str, int] = {}
+        self._in_use: dict[str, Tickets] = {}
+        self._step = Step()
+
+    def added(self, request: Any) -> None:
+        """A request has arrived; what its parameters ask for is checked now, once."""
+        params = request.kv_transfer_params or {}
+        request_id = request.request_id
+        if params.get("do_remote_decode"):
+            if reason := _why_not(request):
+                self._refused[request_id] = reason
+            else:
+                self._prefills[request_id] = _Prefill(request)
+        elif params.get("do_remote_prefill") and TICKET_KEY in params:
+            try:
+                self._accept(request, tickets_from(params))
+            except KVFerryError as error:
+                self._log(f"request {request_id} is computed here alone: {error}")
+
+    def _accept(self, request: Any, tickets: Tickets) -> None:
+        if len(tickets) != self._ranks:
+            raise IncompatibleError(f"ranks: prefill has {len(tickets)}, decode {self._ranks}")
+        opened = read_ticket(tickets[0])
+        if opened.mode is not Mode.PULL:
+            raise InputError(f"{TICKET_KEY}: it is for a {opened.mode}, decode needs one for a pull")
+        if tickets in self._in_use.values():
+            raise InputError(f"{TICKET_KEY}: another request here has it (n > 1?), and it is good once")
+        if reason := _why_not(request):
+            raise InputError(reason)
+        self._decodes[request.request_id] = _Decode(tickets, opened.tokens)
+        self._in_use[request.request_id] = tickets
+
+    def loadable_tokens(self, request: Any, local_tokens: int) -> int:
+        """Tokens that prefill has beyond the ``local_tokens`` of the prefix cache; may be asked again."""
+        decode = self._decodes.get(request.request_id)
+        if decode is None:
+            return 0
+        self._held_tokens[request.request_id] = local_tokens
+        prompt_tokens: int = request.num_prompt_tokens
+        return max(0, min(decode.tokens, prompt_tokens - 1) - local_tokens)
+
+    def allocated(self, request: Any, blocks: tuple[list[int], ...], load_tokens: int) -> None:
+        """Blocks exist now: fetch into them, or tell prefill that nothing is needed."""
+        decode = self._decodes.pop(request.request_id, None)
+        held = self._held_tokens.pop(request.request_id, 0)
+        if decode is None:
+            return
+        if load_tokens <= 0:
+            self._give_back(request, decode)
+            return
+        self._step.loads.append(
+            Load(
+                request.request_id,
+                decode.tickets,
+                pack_ids(request.prompt_token_ids),
+                held,
+                tuple(tuple(ids) for ids in blocks),
+            )
+        )
+
+    def _give_back(self, request: Any, decode: _Decode) -> None:
+        ids = pack_ids(request.prompt_token_ids)
+        self._step.unwanted.append(Load(request.request_id, decode.tickets, ids, decode.tokens, ()))
+
+    def end_step(self, scheduler_output: Any) -> Step:
+        """The step's message to the workers; the next one starts empty."""
+        for request_id, prefill in self._prefills.items():
+            request = prefill.request
+            if prefill.offered and request.status.name == "PREEMPTED":
+                prefill.offered = False
+                self._step.preempted.append(request_id)
+            scheduled = scheduler_output.num_scheduled_tokens.get(request_id, 0)
+            computed = request.num_computed_tokens + scheduled
+            if scheduled and not prefill.offered and computed >= request.num_prompt_tokens:
+                prefill.offered = True
+                blocks = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                self._step.saves.append(
+                    Save(request_id, pack_ids(request.prompt_token_ids), tuple(tuple(ids) for ids in blocks))
+                )
+        step, self._step = self._step, Step()
+        return step
+
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the workers hold the request's blocks, and what the response says about it."""
+        request_id = request.request_id
+        self._held_tokens.pop(request_id, None)
+        self._in_use.pop(request_id, None)
+        if (decode := self._decodes.pop(request_id, None)) is not None:
+            self._give_back(request, decode)  # ended before it got blocks
+        if (reason := self._refused.pop(request_id, None)) is not None:
+            return False, _nothing_to_fetch(reason)
+        prefill = self._prefills.pop(request_id, None)
+        return (False, None) if prefill is None else self._hand_over(request_id, prefill)
+
+    def _hand_over(self, request_id: str, prefill: _Prefill) -> tuple[bool, dict[str, Any] | None]:
+        status = prefill.request.status.name
+        if not prefill.offered:
+            return False, _nothing_to_fetch(f"it ended as {status} before its prompt was done")
+        if status not in _HANDED_OVER:
+            self._step.withdrawn.append(request_id)
+            return True, None
+        try:
+            tickets = self._fetch_tickets(request_id)
+        except KVFerryError as error:
+            self._log(f"request {request_id} is not handed over: {error}")
+            self._step.withdrawn.append(request_id)
+            return True, _nothing_to_fetch(str(error))
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            TICKET_KEY: ticket_text(tickets),
+            TOKENS_KEY: prefill.request.num_prompt_tokens - 1,
+        }
+
+
+def _nothing_to_fetch(reason: str) -> dict[str, Any]:
+    return {"do_remote_prefill": False, "do_remote_decode": False, REFUSED_KEY: reason}
+
+
+def _why_not(request: Any) -> str:
+    """What of a request decides its KV besides the token ids, which decode could not compare."""
+    if getattr(request, "lora_request", None) is not None:
+        return f"it uses the LoRA adapter {request.lora_request.lora_name!r}"
+    if getattr(request, "mm_features", None):
+        return "it has multimodal input"
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "its prompt is given as embeddings"
+    if getattr(request, "resumable", False):
+        return "its input is a stream"
+    if request.num_prompt_tokens < 2:
+        return "its prompt is one token, which decode computes anyway"
+    return ""

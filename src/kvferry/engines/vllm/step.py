@@ -1,0 +1,107 @@
+"""What the scheduler side tells the worker side with each step, and the words of ``kv_transfer_params``."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import InputError
+from kvferry.layout import BlockTable, GroupLayout
+
+__all__ = [
+    "TICKET_KEY",
+    "Load",
+    "Save",
+    "Step",
+    "Tickets",
+    "block_tables",
+    "ticket_text",
+    "tickets_from",
+]
+
+TICKET_KEY = "kvferry_ticket"
+_MAX_TICKET_CHARACTERS = 1 << 20
+
+Tickets = tuple[bytes, ...]
+"""The tickets of one request, one of each rank of prefill, in rank order."""
+
+GroupIds = tuple[tuple[int, ...], ...]
+"""Block ids of each layer group, in token order."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A prompt whose last part this step computes: offer its KV. ``ids``: the prompt, raw int32."""
+
+    request_id: str
+    ids: bytes
+    blocks: GroupIds
+
+
+@dataclass(frozen=True)
+class Load:
+    """A request whose KV is to be fetched into ``blocks``.
+
+    ``held_tokens``: leading tokens that the prefix cache holds already, in blocks that others may
+    be reading. ``ids``: the prompt, raw int32.
+    """
+
+    request_id: str
+    tickets: Tickets
+    ids: bytes
+    held_tokens: int
+    blocks: GroupIds
+
+
+@dataclass
+class Step:
+    """``preempted``: offers that end before this step, which reuses their blocks. ``withdrawn``: offers
+    of finished requests that are not handed over. ``unwanted``: loads of which nothing is needed.
+    """
+
+    saves: list[Save] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
+    unwanted: list[Load] = field(default_factory=list)
+
+
+def ticket_text(tickets: Tickets) -> str:
+    """Tickets as they travel in JSON: base64 with the URL alphabet, no padding, ranks parted by dots."""
+    return ".".join(base64.urlsafe_b64encode(ticket).decode().rstrip("=") for ticket in tickets)
+
+
+def tickets_from(params: Mapping[str, Any]) -> Tickets:
+    """The tickets in a request's ``kv_transfer_params``. Raises InputError; the values come from outside."""
+    text = params.get(TICKET_KEY)
+    if not isinstance(text, str) or not text or len(text) > _MAX_TICKET_CHARACTERS:
+        raise InputError(f"kv_transfer_params.{TICKET_KEY}: needed, as prefill's response gave it")
+    try:
+        return tuple(
+            base64.b64decode(part + "=" * (-len(part) % 4), altchars=b"-_", validate=True)
+            for part in text.split(".")
+        )
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"kv_transfer_params.{TICKET_KEY}: not base64: {error}") from None
+
+
+def block_tables(
+    blocks: GroupIds, groups: Sequence[GroupLayout], tokens: int, *, spare: int = 0
+) -> tuple[BlockTable, ...]:
+    """The blocks that hold ``tokens`` tokens, as block tables, one a group.
+
+    vLLM puts its null block, 0, where a window has let go of a block: such a table starts later.
+    ``spare`` ids beyond the pool are added, for room that vLLM gives only when the request runs on.
+    """
+    tables = []
+    for ids, group in zip(blocks, groups, strict=True):
+        used = np.asarray(ids[: -(-tokens // (group.block_size or 1))], np.int32)
+        first = int(np.argmax(used != 0)) if used.any() else len(used)
+        room = np.arange(group.num_blocks, group.num_blocks + spare, dtype=np.int32)
+        tables.append(BlockTable(first, np.concatenate([used[first:], room])))
+    return tuple(tables)

@@ -1,0 +1,139 @@
+"""What a node says of itself: software, kernel, memory, network; read from /proc and /sys, nothing is run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import socket
+from importlib import metadata
+from pathlib import Path
+
+from kvferry.errors import KVFerryError
+from kvferry.probe.words import TransportFact
+from kvferry.transport.registry import known_schemes, transport_for
+
+__all__ = ["host_facts", "host_id", "read_text", "software", "transport_facts"]
+
+_LIBRARIES = ("numpy", "msgspec", "xxhash", "cryptography", "nixl", "nixl-cu12", "mooncake-transfer-engine")
+_CPU_FLAGS = ("aes", "vaes", "pclmulqdq", "vpclmulqdq", "avx2", "avx512f", "asimd", "pmull")
+
+
+def software() -> dict[str, str]:
+    """Name to version of what carries the bytes; libraries that are not there are left out."""
+    found = {"kvferry": metadata.version("kvferry"), "python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def host_facts(address: str = "") -> dict[str, str]:
+    """Name to value; what cannot be read is left out. ``address``: ``tcp://IP:PORT`` of the interface."""
+    facts = {
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpu": _cpu_model(),
+        "cpus": str(len(os.sched_getaffinity(0))),
+        "cpu_features": " ".join(cpu_features()),
+        "memory_bytes": str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "thp_shmem": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "thp": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "open_files": _limit(resource.RLIMIT_NOFILE),
+        "locked_memory": _limit(resource.RLIMIT_MEMLOCK),
+        "congestion_control": read_text("/proc/sys/net/ipv4/tcp_congestion_control"),
+        **_interface(address),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def host_id() -> str:
+    """Equal for all processes of one running kernel, containers included; "" where it cannot be read."""
+    return read_text("/proc/sys/kernel/random/boot_id")
+
+
+def transport_facts() -> tuple[TransportFact, ...]:
+    """Every transport that is installed here, and why it does not work."""
+    found = []
+    for scheme in known_schemes():
+        try:
+            why = transport_for(scheme).unavailable()
+        except KVFerryError as error:
+            why = str(error)
+        found.append(TransportFact(scheme, (why or "")[:1024]))
+    return tuple(found)
+
+
+def cpu_features() -> list[str]:
+    """Of the features that ciphers and digests use, those that are here."""
+    for line in read_text("/proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            here = set(value.split())
+            return [flag for flag in _CPU_FLAGS if flag in here]
+    return []
+
+
+def read_text(path: str) -> str:
+    """What a file of /proc or /sys says, stripped; "" where it is not there or not ours to read."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _cpu_model() -> str:
+    for line in read_text("/proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return ""
+
+
+def _chosen(path: str) -> str:
+    """``always [madvise] never`` -> ``madvise``."""
+    text = read_text(path)
+    return text.partition("[")[2].partition("]")[0]
+
+
+def _limit(which: int) -> str:
+    soft, _ = resource.getrlimit(which)
+    return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+
+
+def _interface(address: str) -> dict[str, str]:
+    """The interface that has the address: its name, MTU and speed."""
+    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
+    name = interface_of(host) if host else ""
+    if not name:
+        return {}
+    base = f"/sys/class/net/{name}"
+    found = {"interface": name, "mtu": read_text(f"{base}/mtu")}
+    speed = read_text(f"{base}/speed")
+    if speed.isdigit() and int(speed) > 0:
+        found["speed_mbit"] = speed
+    return found
+
+
+def interface_of(ip: str) -> str:
+    """The network interface that has this IPv4 address; "" where none has, or it is IPv6."""
+    try:
+        wanted = socket.inet_aton(ip)
+    except OSError:
+        return ""
+    import fcntl  # noqa: PLC0415 - only here
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(sock, _SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if reply[20:24] == wanted:
+                return name
+    return ""
+
+
+_SIOCGIFADDR = 0x8915

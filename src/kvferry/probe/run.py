@@ -1,0 +1,397 @@
+"""A whole probe: every stage of its schedule within the time, failures apart, one link file at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvferry.errors import InputError, KVFerryError, NoPlanError
+from kvferry.link import (
+    ConditionFit,
+    Conditions,
+    LinkFile,
+    LinkProfile,
+    Mode,
+    Node,
+    Sample,
+    fit_link,
+)
+from kvferry.probe import words as w
+from kvferry.probe.addresses import is_loopback
+from kvferry.probe.payload import Payload, Room, sizes_up_to
+from kvferry.probe.schedule import Group, Stage, incast_stages, pair_stages
+from kvferry.probe.site import OPEN_SECONDS, Site, close_all
+from kvferry.probe.sweep import Flow, Limits, sweep
+from kvferry.transport.security import Plain
+
+__all__ = ["Failure", "ProbePlan", "ProbeResult", "Progress", "probe_sites"]
+
+# A probe outlives its time at the nodes: opening the others, and the last copies, come on top.
+GRACE_SECONDS = 120.0
+#: Seconds of a stage where nobody says how long the whole may take.
+STAGE_SECONDS = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePlan:
+    """What is measured.
+
+    Args:
+        largest: the largest payload; ``sizes_up_to`` gives the others.
+        repeats: warm copies of each shape, at most.
+        seconds: all of it together, the opening of pools apart; None for STAGE_SECONDS a stage.
+        alone: each pair by itself.
+        under_load: each pair while all others of its round, and its own other direction, copy too.
+        incast: so many nodes send to one receiver at the same time; 0 for none.
+        ways: (0, 1) for both directions of each pair, (0,) for the first to the second node only.
+        via: the proxy that data goes through, for the profile; "" for none.
+        line_rate: brochure bytes a second, or None.
+        tls: whether data over tcp is encrypted, once for each; None for as the words to the agents are.
+    """
+
+    largest: Payload
+    transports: tuple[str, ...]
+    modes: tuple[Mode, ...] = tuple(Mode)
+    repeats: int = 40
+    seconds: float | None = None
+    integrity: bool = True
+    alone: bool = True
+    under_load: bool = False
+    incast: int = 0
+    ways: tuple[int, ...] = (0, 1)
+    via: str = ""
+    line_rate: float | None = None
+    tls: tuple[bool, ...] | None = None
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, rename={"from_node": "from", "to_node": "to"}):
+    """A pair that could not be measured under some conditions, and why. ``kind`` is the error's."""
+
+    from_node: str
+    to_node: str
+    transport: str
+    conditions: str
+    kind: str
+    reason: str
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a probe is: stages begun of all, and how much of this one is done (0 to 1)."""
+
+    stage: int
+    stages: int
+    share: float
+    what: str
+
+
+@dataclass(slots=True)
+class ProbeResult:
+    """The links that were measured, the pairs that were not, and what to know about either."""
+
+    links: LinkFile
+    failures: list[Failure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+async def probe_sites(
+    sites: Sequence[Site], plan: ProbePlan, on_progress: Callable[[Progress], None]
+) -> ProbeResult:
+    """Probe every pair of ``sites``; they are closed at the end, whatever happens.
+
+    A node that is lost ends its own pairs; the rest goes on. Raises InputError for a plan that these
+    sites cannot carry out, and whatever opening the probe at a node raised.
+    """
+    try:
+        return await _Run(sites, plan, on_progress).go()
+    finally:
+        await close_all(sites)
+
+
+class _Run:
+    def __init__(
+        self, sites: Sequence[Site], plan: ProbePlan, on_progress: Callable[[Progress], None]
+    ) -> None:
+        self._sites = sites
+        self._plan = plan
+        self._on_progress = on_progress
+        self._names = _names(sites)
+        self._payloads = sizes_up_to(plan.largest)
+        self._passes = _passes(sites, plan)
+        self._count = sum(len(stages) for _, stages in self._passes)
+        self._flows: list[Flow] = []
+        self._connected: set[tuple[str, str, str]] = set()
+
+    async def go(self) -> ProbeResult:
+        started = time.monotonic()
+        seconds = STAGE_SECONDS * self._count if self._plan.seconds is None else self._plan.seconds
+        left = self._count
+        for tls, stages in self._passes:
+            await self._open(seconds, tls=tls)
+            for stage in stages:
+                now = time.monotonic()
+                await self._measure(self._count - left, stage, now + max(0.0, seconds) / left, tls=tls)
+                seconds -= time.monotonic() - now
+                left -= 1
+            await self._shut()
+        result = self._result()
+        result.seconds = time.monotonic() - started
+        return result
+
+    async def _open(self, seconds: float, *, tls: bool) -> None:
+        """At every node that is there; one that cannot is left out, as long as a pair is left."""
+        plan = self._plan
+        room = Room.of(self._payloads, slots=max(1, plan.incast))
+        alive = [site for site in self._sites if site.error is None]
+        opened = await asyncio.gather(
+            *(
+                site.open(
+                    max(0.0, seconds) + GRACE_SECONDS,
+                    room=room,
+                    transports=plan.transports,
+                    integrity=plan.integrity,
+                    tls=tls,
+                    via=plan.via,
+                )
+                for site in alive
+            ),
+            return_exceptions=True,
+        )
+        for site, error in zip(alive, opened, strict=True):
+            if isinstance(error, KVFerryError):
+                site.error = site.error or error  # it is of no use to this probe
+            elif isinstance(error, BaseException):
+                raise error
+        errors = [error for error in opened if isinstance(error, KVFerryError)]
+        if errors and len(alive) - len(errors) < 2:
+            raise errors[0]  # no pair is left
+        self._connected.clear()  # each pass has endpoints of its own
+
+    async def _shut(self) -> None:
+        """The end of a pass."""
+        await asyncio.gather(
+            *(site.call(w.CloseCall, OPEN_SECONDS) for site in self._sites if site.error is None),
+            return_exceptions=True,  # a node that is lost is found out by whoever asks it next
+        )
+
+    async def _measure(self, index: int, stage: Stage, deadline: float, *, tls: bool) -> None:
+        limits = Limits(self._plan.repeats, deadline)
+
+        def on_visit(share: float) -> None:
+            self._on_progress(Progress(index, self._count, share, self._describe(stage)))
+
+        on_visit(0.0)
+        await asyncio.gather(*(self._measure_group(group, limits, on_visit, tls=tls) for group in stage))
+
+    async def _measure_group(
+        self, group: Group, limits: Limits, on_visit: Callable[[float], None], *, tls: bool
+    ) -> None:
+        flows = [self._flow(group, slot, tls=tls) for slot in range(len(group.pairs))]
+        self._flows += flows
+        for flow in flows:
+            flow.error = flow.source.error or flow.target.error
+        able = [flow for flow in flows if flow.error is None]
+        if group.incast > 1 and len(able) < len(flows):
+            able = []
+        await sweep(able, self._payloads, limits, on_visit, all_or_none=group.incast > 1)
+
+    def _flow(self, group: Group, number: int, *, tls: bool) -> Flow:
+        source, target = (self._sites[node] for node in group.pairs[number])
+        flow = Flow(
+            source,
+            target,
+            group.mode,
+            group.transport,
+            Conditions(
+                mode=group.mode,
+                tls=tls and group.transport == "tcp",
+                incast=group.incast,
+                under_load=group.under_load,
+            ),
+            slot=number if group.incast > 1 else 0,
+        )
+        way = (self._name(flow.claimant), self._name(flow.holder), group.transport)
+        flow.is_new = way not in self._connected
+        self._connected.add(way)
+        return flow
+
+    def _describe(self, stage: Stage) -> str:
+        group = stage[0]
+        pairs = [pair for each in stage for pair in each.pairs]
+        source, target = (self._names[node] for node in pairs[0])
+        more = f" and {len(pairs) - 1} more" if len(pairs) > 1 else ""
+        return f"{source} to {target}{more}, {group.transport}, {group.mode}"
+
+    def _name(self, site: Site) -> str:
+        return self._names[self._sites.index(site)]
+
+    # What came of it.
+
+    def _result(self) -> ProbeResult:
+        failures: list[Failure] = []
+        notes: list[str] = []
+        by_pair: dict[tuple[str, str, str], list[Flow]] = {}
+        order = {name: index for index, name in enumerate(self._names)}
+        for flow in sorted(
+            self._flows, key=lambda flow: (order[self._name(flow.source)], order[self._name(flow.target)])
+        ):
+            key = (self._name(flow.source), self._name(flow.target), flow.transport)
+            by_pair.setdefault(key, []).append(flow)
+        profiles = []
+        now = dt.datetime.now(dt.UTC)
+        for (source, target, transport), flows in by_pair.items():
+            fits, samples = [], []
+            for flow in flows:
+                try:
+                    fits.append(_fit(flow))
+                    samples += flow.samples
+                except KVFerryError as error:
+                    failures.append(
+                        Failure(
+                            from_node=source,
+                            to_node=target,
+                            transport=transport,
+                            conditions=str(flow.conditions),
+                            kind=error.kind,
+                            reason=str(error),
+                        )
+                    )
+                    continue
+                notes += _notes(source, target, flow)
+            if fits:
+                profiles.append(self._profile((source, target, transport), flows, fits, samples, now))
+        links = LinkFile(nodes=tuple(self._nodes()), pairs=tuple(profiles))
+        return ProbeResult(links, failures, notes)
+
+    def _profile(
+        self,
+        pair: tuple[str, str, str],
+        flows: Sequence[Flow],
+        fits: list[ConditionFit],
+        samples: list[Sample],
+        now: dt.datetime,
+    ) -> LinkProfile:
+        first = next(flow for flow in flows if flow.error is None)
+        contacts = [flow.first_contact_seconds for flow in flows if flow.first_contact_seconds is not None]
+        return LinkProfile(
+            from_node=pair[0],
+            to_node=pair[1],
+            transport=pair[2],
+            path=", ".join(dict.fromkeys(flow.path for flow in flows if flow.path)),
+            via=self._plan.via,
+            link_class=link_class(first.source, first.target),
+            line_rate=self._plan.line_rate,
+            measured=True,
+            date=now,
+            fits=tuple(fits),
+            registration=first.target.opened.registration,
+            first_contact_seconds=contacts[0] if contacts else None,
+            samples=tuple(samples),
+        )
+
+    def _nodes(self) -> Iterator[Node]:
+        for name, site in zip(self._names, self._sites, strict=True):
+            about = site.about
+            yield Node(
+                name=name,
+                address=site.address,
+                host=about.host,
+                software=about.software,
+                facts=about.facts | ({"zone": about.zone} if about.zone else {}),
+            )
+
+
+def link_class(source: Site, target: Site) -> str:
+    """Pairs of one class should be alike."""
+    a, b = source.about, target.about
+    if a.host_id and a.host_id == b.host_id:
+        return "same host"
+    if a.zone or b.zone:
+        zones = sorted((a.zone or "no zone", b.zone or "no zone"))
+        return f"in {zones[0]}" if zones[0] == zones[1] else f"between {zones[0]} and {zones[1]}"
+    return "between hosts"
+
+
+def _passes(sites: Sequence[Site], plan: ProbePlan) -> list[tuple[bool, list[Stage]]]:
+    """Whether tcp is encrypted, and the stages of that; what is no tcp is in the first pass only."""
+    if len(sites) < 2:
+        raise InputError(f"peers: {len(sites)} given; a pair needs two")
+    encrypted = any(site.is_encrypted for site in sites)
+    found = []
+    for index, tls in enumerate((encrypted,) if plan.tls is None else plan.tls):
+        transports = tuple(name for name in plan.transports if index == 0 or name == "tcp")
+        if "tcp" in transports:
+            _check_security(sites, tls=tls)
+        if transports:
+            found.append((tls, _stages(sites, plan, transports)))
+    return found
+
+
+def _check_security(sites: Sequence[Site], *, tls: bool) -> None:
+    """Raise InputError for nodes that cannot encrypt, or will not send in plain."""
+    for site in sites:
+        about = site.about
+        if tls and not about.can_encrypt:
+            raise InputError(
+                f"tls: {about.name} has no identity to encrypt with; start its agent with --cert "
+                "(see `kvferry certs`)"
+            )
+        allowed = Plain.LOOPBACK if is_loopback(site.address) else Plain.ANYWHERE
+        if not tls and about.plain not in (allowed, Plain.ANYWHERE):
+            raise InputError(
+                f"tls: {about.name} does not send in plain; start its agent with --plain {allowed} "
+                "to allow it, or leave out --tls off"
+            )
+
+
+def _stages(sites: Sequence[Site], plan: ProbePlan, transports: tuple[str, ...]) -> list[Stage]:
+    count = len(sites)
+    if plan.incast and not 2 <= plan.incast < count:
+        raise InputError(f"incast: {plan.incast} of {count} nodes; it is from 2 to {count - 1}")
+    if plan.via and (count > 2 or transports != ("tcp",)):
+        raise InputError("via: a proxy leads to one peer, over tcp: give two nodes and --transport tcp")
+    hosts = [site.about.host_id or site.address or index for index, site in enumerate(sites)]
+    stages: list[Stage] = []
+    if plan.alone:
+        stages += pair_stages(hosts, transports, plan.modes, ways=plan.ways)
+    if plan.under_load:
+        stages += pair_stages(hosts, transports, plan.modes, under_load=True)
+    if plan.incast:
+        stages += incast_stages(count, plan.incast, transports, plan.modes)
+    return stages
+
+
+def _names(sites: Sequence[Site]) -> list[str]:
+    """Names by which the nodes can be told apart: their own, with the address where two have the same."""
+    names = [site.about.name for site in sites]
+    return [
+        name if names.count(name) == 1 else f"{name} at {site.address or index}"
+        for index, (name, site) in enumerate(zip(names, sites, strict=True))
+    ]
+
+
+def _fit(flow: Flow) -> ConditionFit:
+    if flow.error is not None:
+        raise flow.error
+    warm = [sample for sample in flow.samples if not sample.is_cold]
+    if not warm:
+        raise NoPlanError("the time was over before a copy", next_step="give more --seconds")
+    try:
+        fit = fit_link(warm)
+    except NoPlanError as error:
+        raise error.with_context(next_step="give more --seconds, or a smaller --bytes") from None
+    return ConditionFit(**msgspec.structs.asdict(flow.conditions), fit=fit)
+
+
+def _notes(source: str, target: str, flow: Flow) -> Iterator[str]:
+    if flow.skipped:
+        largest = max(payload.nbytes for payload in flow.skipped)
+        yield (
+            f"{source} -> {target}, {flow.transport}, {flow.conditions}: no time for {len(flow.skipped)} "
+            f"shapes of up to {largest} bytes; give more --seconds"
+        )

@@ -1,0 +1,238 @@
+"""One request through the proxy: prefill, ticket, decode, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from kvferry.proxy.answers import Answer, Events, failure
+from kvferry.proxy.body import Body
+from kvferry.proxy.rewrite import DivergedError, Writer, finish_of, joined
+from kvferry.proxy.state import ProxyState
+from kvferry.proxy.upstream import RefusedError, WorkerFailedError
+from kvferry.proxy.workers import Pair, Worker
+
+__all__ = ["Exchange"]
+
+
+class _Given(msgspec.Struct):
+    """What prefill answered. ``params`` None: there is nothing to hand over, for ``reason``."""
+
+    answer: dict[str, Any]
+    params: dict[str, Any] | None
+    reason: str
+    is_emitted: bool
+
+
+class Exchange:
+    """One request. ``answer`` gives the response; nothing is left running when it is cancelled."""
+
+    def __init__(self, state: ProxyState, request: Request, body: Body) -> None:
+        self._state = state
+        self._options = state.options
+        self._path = request.url.path
+        self._headers = request.headers
+        self._body = body
+        self._tokens = body.tokens(state.bytes_per_token)
+        self._said: dict[str, str] = {}
+
+    async def answer(self) -> Answer | Events:
+        """Hand over, or have one worker do it all. Raises RefusedError, WorkerFailedError."""
+        if (reason := self._body.why_alone()) is not None:
+            return await self._alone(reason)
+        if self._body.max_tokens == 1:
+            return await self._one_worker(self._state.workers.least_prefill(), "one token is asked for")
+        tried: list[Worker] = []
+        last: WorkerFailedError | None = None
+        for _ in range(1 + self._options.retries):
+            pair = self._state.workers.pair(self._tokens, tried)
+            if pair is None:
+                break
+            places = pair.prefill.place, pair.decode.place
+            if (reason := self._state.costs.why_not(*places, self._tokens)) is not None:
+                return await self._alone(reason)
+            try:
+                return await self._over(pair)
+            except WorkerFailedError as error:
+                last = error
+                blamed = pair.prefill if error.is_peers_fault else error.worker
+                if error.status != 503:  # one that is only busy is asked again next time
+                    self._state.workers.failed(blamed)
+                self._state.count("retries")
+                tried.append(blamed)
+        assert last is not None
+        if self._options.fallback == "fail":
+            raise last
+        return await self._alone(f"no handoff came about: {last}", without=tried)
+
+    async def _over(self, pair: Pair) -> Answer | Events:
+        given = await self._prefill(pair)
+        if given.params is None:
+            if finish_of(given.answer) != "length":  # it ended with its first token: that is all of it
+                self._note(pair.prefill, None, "ended with its first token", "prefill")
+                self._state.count("ended_at_prefill")
+                return self._whole(given.answer)
+            return await self._alone(given.reason)
+        self._note(pair.prefill, pair.decode, "handoff", "prefill" if given.is_emitted else given.reason)
+        if not self._body.stream:
+            fields = self._body.for_decode(given.params)
+            with pair.decode.busy(self._tokens):
+                then = await self._ask(pair.decode, fields, self._options.silence_seconds)
+            self._state.count("handoffs")
+            return Answer(joined(given.answer, then) if given.is_emitted else then, self._said)
+        writer = Writer(is_chat=self._body.is_chat)
+        if given.is_emitted:
+            # The token goes out now; decode is asked while the client reads it.
+            first = writer.first(given.answer)
+            return Events(self._stream(writer, pair.decode, given.params, first=first), self._said)
+        stack = contextlib.AsyncExitStack()
+        events = await self._open(stack, pair.decode, self._body.for_decode(given.params))
+        opened = (events, stack)
+        return Events(self._stream(writer, pair.decode, given.params, opened=opened), self._said, stack)
+
+    async def _prefill(self, pair: Pair) -> _Given:
+        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        plain = self._body.why_plain() if self._options.first_token != "decode" else "--first-token decode"  # noqa: S105
+        if self._options.mode == "push":
+            held = await self._ask(pair.decode, self._body.for_reservation(), self._options.prefill_seconds)
+            if not isinstance(held.get("kv_transfer_params"), dict):
+                raise WorkerFailedError(pair.decode, "answered a reservation without kv_transfer_params")
+            params = held["kv_transfer_params"]
+        if plain is None:
+            params = params | {"kvferry_first_token": "emit"}
+        with pair.prefill.busy(self._tokens):
+            under_way, started = pair.prefill.tokens, time.monotonic()
+            answer = await self._ask(
+                pair.prefill, self._body.for_prefill(params), self._options.prefill_seconds
+            )
+            pair.prefill.took(time.monotonic() - started, under_way)
+        self._state.learn(self._body, answer)
+        back = answer.get("kv_transfer_params")
+        if not isinstance(back, dict) or not back.get("do_remote_prefill"):
+            refused = back.get("kvferry_refused") if isinstance(back, dict) else None
+            return _Given(answer, None, str(refused or "prefill gave no ticket"), is_emitted=False)
+        is_emitted = back.get("kvferry_emitted_tokens") == 1
+        if is_emitted and plain is not None:
+            raise WorkerFailedError(pair.prefill, "handed over after a token that it was not to emit")
+        reason = plain or "prefill does not hand over after its first token"
+        return _Given(answer, back, f"decode; {reason}", is_emitted)
+
+    async def _alone(self, reason: str, without: list[Worker] | None = None) -> Answer | Events:
+        """One decode worker does it all."""
+        self._state.count("alone")
+        return await self._one_worker(self._state.workers.alone(without or ()), f"alone; {reason}")
+
+    async def _one_worker(self, worker: Worker, reason: str) -> Answer | Events:
+        self._note(None, worker, reason, "decode")
+        fields = self._body.for_decode(None)
+        try:
+            if not self._body.stream:
+                with worker.busy(self._tokens):
+                    return Answer(await self._ask(worker, fields, self._options.silence_seconds), self._said)
+            stack = contextlib.AsyncExitStack()
+            events = await self._open(stack, worker, fields)
+        except WorkerFailedError as error:
+            if error.status != 503:
+                self._state.workers.failed(worker)
+            raise
+        writer = Writer(is_chat=self._body.is_chat)
+        return Events(self._stream(writer, worker, None, opened=(events, stack)), self._said, stack)
+
+    async def _ask(self, worker: Worker, fields: dict[str, Any], seconds: float) -> dict[str, Any]:
+        return await self._state.upstream.ask(worker, self._path, fields, self._headers, seconds)
+
+    async def _open(
+        self, stack: contextlib.AsyncExitStack, worker: Worker, fields: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The stream, begun; ``stack`` closes it and counts it out. Closed here when it does not begin."""
+        try:
+            stack.enter_context(worker.busy(self._tokens))
+            return await stack.enter_async_context(
+                self._state.upstream.stream(worker, self._path, fields, self._headers)
+            )
+        except BaseException:
+            await stack.aclose()
+            raise
+
+    async def _stream(
+        self,
+        writer: Writer,
+        worker: Worker,
+        params: dict[str, Any] | None,
+        *,
+        first: dict[str, Any] | None = None,
+        opened: tuple[AsyncIterator[dict[str, Any]], contextlib.AsyncExitStack] | None = None,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The client's events. A worker that fails is replaced once, where what follows is certain.
+
+        Certain: nothing was sent yet, or the same request gives the same text again (greedy, or with a
+        seed): then another worker starts over, and what the client has is compared and left out.
+        """
+        if first is not None:
+            yield first
+        may_restart = self._options.fallback == "decode"
+        while True:
+            events, stack = opened or (None, contextlib.AsyncExitStack())
+            async with stack:
+                try:
+                    if events is None:
+                        events = await self._open(stack, worker, self._body.for_decode(params))
+                    async for event in events:
+                        if (written := writer.next(event)) is not None:
+                            yield written
+                except (WorkerFailedError, RefusedError) as error:
+                    if isinstance(error, WorkerFailedError):
+                        self._state.workers.failed(worker)
+                    if not may_restart or not self._may_repeat(writer):
+                        yield failure(error)
+                        return
+                except DivergedError:
+                    yield failure(DivergedError(f"{worker.place.name}, started over, wrote another text"))
+                    return
+                else:
+                    self._state.count("streams")
+                    return
+            may_restart, params, opened = False, None, None
+            worker = self._state.workers.alone([worker])
+            writer.start_over()
+            self._state.count("restarts")
+
+    def _may_repeat(self, writer: Writer) -> bool:
+        """Whether the same request, from its beginning, gives what the client has, and the rest of it."""
+        if not writer.has_begun:
+            return True
+        return writer.is_text_only and self._body.is_deterministic and self._body.why_alone() is None
+
+    def _whole(self, answer: dict[str, Any]) -> Answer | Events:
+        answer.pop("kv_transfer_params", None)
+        if not self._body.stream:
+            return Answer(answer, self._said)
+        writer = Writer(is_chat=self._body.is_chat)
+        options = self._body.fields.get("stream_options")
+        with_usage = isinstance(options, dict) and options.get("include_usage") is True
+
+        async def events() -> AsyncGenerator[dict[str, Any], None]:
+            yield writer.first(answer, is_end=True)
+            if with_usage:
+                yield writer.usage(answer)
+
+        return Events(events(), self._said)
+
+    def _note(self, prefill: Worker | None, decode: Worker | None, way: str, first_from: str) -> None:
+        """What the response's headers say about how it came about."""
+        said = {
+            "x-kvferry-way": way,
+            "x-kvferry-prefill": "" if prefill is None else prefill.place.name,
+            "x-kvferry-decode": "" if decode is None else decode.place.name,
+            "x-kvferry-first-token": first_from,
+        }
+        self._said = {
+            name: value.encode("ascii", "replace").decode().replace("\r", " ").replace("\n", " ")[:400]
+            for name, value in said.items()
+            if value
+        }

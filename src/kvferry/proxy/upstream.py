@@ -1,0 +1,182 @@
+"""Requests to workers: JSON answers and event streams; every wait has an end, every failure a name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+import httpx
+import msgspec
+
+from kvferry.proxy.options import ProxyOptions
+from kvferry.proxy.workers import Worker
+
+__all__ = ["RefusedError", "Upstream", "WorkerFailedError"]
+
+# The status by which decode says that its peer, not itself, is at fault: then prefill is to blame.
+_PEERS_FAULT = frozenset({409, 502, 504})
+_WORKERS_FAULT = frozenset({408, 429})
+_PASSED_ON = ("authorization", "x-request-id")
+MAX_ANSWER_NBYTES = 64 << 20
+
+
+class WorkerFailedError(Exception):
+    """A worker, or the one that it blames, did not do it; another may."""
+
+    def __init__(
+        self, worker: Worker, reason: str, *, status: int = 502, is_peers_fault: bool = False
+    ) -> None:
+        super().__init__(f"{worker.place.name} ({worker.place.url}): {reason}")
+        self.worker = worker
+        self.status = status
+        self.is_peers_fault = is_peers_fault
+
+
+class RefusedError(Exception):
+    """A worker refused the request itself: the client is to see its answer as it is."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.body = body
+
+
+class Upstream:
+    """One client for all workers."""
+
+    def __init__(self, options: ProxyOptions) -> None:
+        self._options = options
+        self._client = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), trust_env=False
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def ask(
+        self,
+        worker: Worker,
+        path: str,
+        fields: Mapping[str, Any] | None,
+        headers: Mapping[str, str],
+        limit_seconds: float,
+    ) -> dict[str, Any]:
+        """The JSON answer (without fields: to a GET). Raises WorkerFailedError, RefusedError."""
+        async with self._request(worker, path, fields, headers, limit_seconds) as answer:
+            body = bytearray()
+            async for part in answer.aiter_bytes():
+                body += part
+                if len(body) > MAX_ANSWER_NBYTES:
+                    raise WorkerFailedError(worker, f"answered more than {MAX_ANSWER_NBYTES} bytes")
+        try:
+            parsed = msgspec.json.decode(bytes(body))
+        except (msgspec.DecodeError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise WorkerFailedError(worker, "answered no JSON object")
+        return parsed
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, worker: Worker, path: str, fields: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        """The events of a stream that has begun well. Raises WorkerFailedError, RefusedError.
+
+        An end without [DONE], and an error as an event, are WorkerFailedError too.
+        """
+        async with self._request(worker, path, fields, headers, self._options.silence_seconds) as answer:
+            kind = answer.headers.get("content-type", "")
+            if not kind.startswith("text/event-stream"):
+                raise WorkerFailedError(worker, f"streams {kind[:60] or 'nothing'}, not text/event-stream")
+            yield _events(worker, answer, self._options.silence_seconds)
+
+    @contextlib.asynccontextmanager
+    async def _request(
+        self,
+        worker: Worker,
+        path: str,
+        fields: Mapping[str, Any] | None,
+        headers: Mapping[str, str],
+        limit_seconds: float,
+    ) -> AsyncIterator[httpx.Response]:
+        timeout = httpx.Timeout(limit_seconds, connect=self._options.connect_seconds)
+        content = None if fields is None else msgspec.json.encode(fields)
+        passed = {name: headers[name] for name in _PASSED_ON if name in headers}
+        with _named(worker, limit_seconds):
+            async with self._client.stream(
+                "GET" if fields is None else "POST",
+                worker.place.url + path,
+                content=content,
+                headers=passed | {"content-type": "application/json"},
+                timeout=timeout,
+            ) as answer:
+                if answer.status_code != 200:
+                    await _raise_status(worker, answer)
+                yield answer
+
+
+@contextlib.contextmanager
+def _named(worker: Worker, limit_seconds: float) -> Iterator[None]:
+    """The client's errors as ours."""
+    try:
+        yield
+    except httpx.ConnectError as error:
+        raise WorkerFailedError(worker, f"cannot be reached: {error}") from error
+    except httpx.TimeoutException as error:
+        raise WorkerFailedError(worker, f"said nothing for {limit_seconds:.3g} s", status=504) from error
+    except httpx.HTTPError as error:
+        raise WorkerFailedError(worker, f"the connection broke: {error!r}") from error
+
+
+async def _raise_status(worker: Worker, answer: httpx.Response) -> None:
+    body = bytearray()
+    async for part in answer.aiter_bytes():
+        body += part
+        if len(body) > 1 << 16:
+            break
+    status = answer.status_code
+    if 400 <= status < 500 and status not in _WORKERS_FAULT | _PEERS_FAULT:
+        raise RefusedError(status, bytes(body))
+    raise WorkerFailedError(
+        worker,
+        f"answered {status}: {_message(bytes(body))}",
+        status=503 if status in {429, 503} else 502,
+        is_peers_fault=status in _PEERS_FAULT,
+    )
+
+
+def _message(body: bytes) -> str:
+    """OpenAI's error message, or the beginning of whatever it is."""
+    try:
+        parsed = msgspec.json.decode(body)
+        message = parsed["error"]["message"]
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError, IndexError):
+        message = body[:200].decode("utf-8", "replace")
+    return " ".join(str(message).split())[:400]
+
+
+async def _events(
+    worker: Worker, answer: httpx.Response, limit_seconds: float
+) -> AsyncIterator[dict[str, Any]]:
+    with _named(worker, limit_seconds):
+        async for line in answer.aiter_lines():
+            if not line.startswith("data:"):
+                continue  # a comment, another field, the end of an event
+            data = line[5:].strip()
+            if data == "[DONE]":
+                return
+            yield _event(worker, data.encode())
+    raise WorkerFailedError(worker, "ended its stream in the middle")
+
+
+def _event(worker: Worker, data: bytes) -> dict[str, Any]:
+    try:
+        event = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        event = None
+    if not isinstance(event, dict):
+        raise WorkerFailedError(worker, "sent an event that is no JSON object")
+    if "error" in event:
+        raise WorkerFailedError(worker, _message(data))
+    return event

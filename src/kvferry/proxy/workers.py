@@ -1,0 +1,109 @@
+"""The workers as the proxy sees them: what is under way at each, how fast it was, whether it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.proxy.options import Place, ProxyOptions
+from kvferry.proxy.pays import Costs
+
+__all__ = ["Pair", "Worker", "Workers"]
+
+_NEW_SHARE = 0.2
+"""How much the newest measurement counts in a running mean."""
+_GUESSED_SECONDS_PER_TOKEN = 1e-4
+"""Until a worker has answered once; alike for all, so it only weighs load against links."""
+_STEP_SECONDS = 1e-3
+"""What one more running request counts at decode, beside links: it breaks ties between equal ways."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker. ``tokens``: of prompts under way; ``requests``: under way."""
+
+    place: Place
+    requests: int = 0
+    tokens: int = 0
+    seconds_per_token: float = _GUESSED_SECONDS_PER_TOKEN
+    failed_until: float = 0.0
+    answered: int = 0
+    failed: int = 0
+
+    @contextlib.contextmanager
+    def busy(self, tokens: int) -> Iterator[None]:
+        """One request of so many prompt tokens is under way here."""
+        self.requests += 1
+        self.tokens += tokens
+        try:
+            yield
+        finally:
+            self.requests -= 1
+            self.tokens -= tokens
+
+    def took(self, seconds: float, tokens: int) -> None:
+        """A prompt came back; ``tokens`` were under way when it was sent, itself included."""
+        self.answered += 1
+        found = seconds / max(1, tokens)
+        share = _NEW_SHARE if self.answered > 1 else 1.0
+        self.seconds_per_token += share * (found - self.seconds_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Who computes the prompt, and who goes on."""
+
+    prefill: Worker
+    decode: Worker
+
+
+class Workers:
+    """All of them, and which to take next."""
+
+    def __init__(self, options: ProxyOptions, costs: Costs) -> None:
+        self.prefill = [Worker(place) for place in options.prefill]
+        self.decode = [Worker(place) for place in options.decode]
+        self._costs = costs
+        self._cooldown_seconds = options.cooldown_seconds
+
+    def failed(self, worker: Worker) -> None:
+        """Leave it out for a while."""
+        worker.failed += 1
+        worker.failed_until = time.monotonic() + self._cooldown_seconds
+
+    def pair(self, tokens: int, without: Sequence[Worker] = ()) -> Pair | None:
+        """The pair whose decode can go on soonest: prefill's queue, the move, and load at decode.
+
+        None when every prefill worker is excluded.
+        """
+        prefill = _usable([worker for worker in self.prefill if worker not in without])
+        if not prefill:
+            return None
+        decode = _usable([worker for worker in self.decode if worker not in without] or self.decode)
+
+        def seconds(pair: tuple[Worker, Worker]) -> float:
+            giver, taker = pair
+            queue = (giver.tokens + tokens) * giver.seconds_per_token
+            move = self._costs.move_seconds(giver.place, taker.place, tokens)
+            return queue + move + taker.requests * _STEP_SECONDS
+
+        return Pair(*min(((giver, taker) for giver in prefill for taker in decode), key=seconds))
+
+    def alone(self, without: Sequence[Worker] = ()) -> Worker:
+        """The decode worker with the least load, for a request that it computes alone."""
+        return min(
+            _usable([worker for worker in self.decode if worker not in without] or self.decode),
+            key=lambda worker: (worker.requests, worker.tokens),
+        )
+
+    def least_prefill(self) -> Worker:
+        """The prefill worker with the least load, for a request that ends there."""
+        return min(_usable(self.prefill), key=lambda worker: (worker.tokens, worker.requests))
+
+
+def _usable(workers: list[Worker]) -> list[Worker]:
+    """Those that have not failed lately; all, when all have."""
+    now = time.monotonic()
+    return [worker for worker in workers if worker.failed_until <= now] or workers

@@ -1,0 +1,262 @@
+"""``kvferry proxy``: real processes of workers and proxy; what it writes is what one server writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from conftest import wait_until
+from kvferry.cli import run
+from serve_kit import GREEDY, SEEDED, Server, asked, text_of, text_of_stream
+
+KV = ("--kv", "tcp://127.0.0.1:0", "--lease-seconds", "20", "--chunk-tokens", "64")
+NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
+
+
+def proxy(*arguments: str) -> Server:
+    return Server(*arguments, verb="proxy", model=())
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[tuple[Server, Server]]:
+    """A prefill and a decode worker."""
+    prefill, decode = Server(*KV, "--name", "p"), Server(*KV, "--name", "d")
+    with prefill, decode:
+        yield prefill, decode
+
+
+@pytest.fixture(scope="module")
+def front(workers: tuple[Server, Server]) -> Iterator[Server]:
+    """The proxy before both, and a prefill worker that is not there."""
+    prefill, decode = workers
+    with proxy("--prefill", f"gone={NOBODY}", f"p={prefill.url}/v1", "--decode", f"d={decode.url}") as server:
+        yield server
+
+
+def empty(*servers: Server) -> None:
+    for server in servers:
+        server.wait_empty()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_the_text_is_one_servers(
+    workers: tuple[Server, Server], front: Server, sampling: dict[str, Any]
+) -> None:
+    """Completions and chat, whole and streamed: the same text, finish and usage; prefill's token goes out."""
+    _, decode = workers
+    chat = {"messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 9, **sampling}
+    for path, body in (("/v1/completions", asked(14, **sampling)), ("/v1/chat/completions", chat)):
+        alone = decode.complete(body, path)
+        answer = front.post(body, path)
+        assert answer.status_code == 200, answer.text
+        assert text_of(answer.json()) == text_of(alone)
+        assert answer.json()["usage"] == alone["usage"]
+        assert answer.json()["choices"][0]["finish_reason"] == alone["choices"][0]["finish_reason"]
+        assert answer.headers["x-kvferry-way"] == "handoff"
+        assert answer.headers["x-kvferry-prefill"] == "p"
+        assert answer.headers["x-kvferry-first-token"] == "prefill"
+        events = front.stream(body | {"stream_options": {"include_usage": True}}, path)
+        assert text_of_stream(events) == text_of(alone)
+        assert events[-1]["usage"] == alone["usage"]
+        assert len({event["id"] for event in events}) == 1
+        if path.endswith("chat/completions"):
+            deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+            assert [("role" in delta) for delta in deltas] == [True] + [False] * (len(deltas) - 1)
+    empty(*workers)
+
+
+def test_unseeded_sampling_is_handed_over_whole(workers: tuple[Server, Server], front: Server) -> None:
+    """Decode goes on with the seed that prefill drew: as many tokens, and no state is made up."""
+    answer = front.complete(asked(12, temperature=1.3))
+    assert answer["usage"]["completion_tokens"] == 12
+    empty(*workers)
+
+
+def test_pushes_and_the_plain_way_write_the_same(workers: tuple[Server, Server]) -> None:
+    """Decode reserves and prefill pushes; decode samples the first token where prefill may not give it."""
+    prefill, decode = workers
+    body = asked(10, **SEEDED)
+    alone = text_of(decode.complete(body))
+    ends = ("--prefill", prefill.url, "--decode", decode.url)
+    with proxy(*ends, "--mode", "push", "--min-prompt-tokens", "8") as push:
+        assert text_of(push.complete(body)) == alone
+        assert text_of_stream(push.stream(body)) == alone
+        named = push.post(body | {"return_token_ids": True})
+        assert named.headers["x-kvferry-first-token"] == "decode; return_token_ids"
+        assert text_of(named.json()) == alone
+        for field, change in (
+            ("shorter than --min-prompt-tokens", {"prompt": "abcd"}),
+            ("one token is asked for", {"max_tokens": 1}),
+        ):
+            other = push.post(body | change)
+            assert field in other.headers["x-kvferry-way"], other.headers
+            assert text_of(other.json()) == text_of(decode.complete(body | change))
+        first = decode.complete(body | {"return_token_ids": True})["choices"][0]["token_ids"][0]
+        ending = push.post(body | {"stop_token_ids": [first]})
+        assert ending.headers["x-kvferry-way"] == "ended with its first token"
+        assert ending.json()["choices"][0]["finish_reason"] == "stop"
+        assert text_of_stream(push.stream(body | {"stop_token_ids": [first]})) == text_of(ending.json())
+        refused = push.post(body | {"temperature": -1})
+        assert refused.status_code == 400
+        assert "temperature" in refused.text  # the worker's own answer
+        assert push.client.get("/v1/models").json()["data"][0]["id"] == "tiny-7"
+    empty(*workers)
+
+
+def test_a_client_that_leaves_frees_both_workers(workers: tuple[Server, Server], front: Server) -> None:
+    """In the middle of a stream, and of an answer that is not streamed."""
+    _, decode = workers
+    with front.client.stream("POST", "/v1/completions", json=asked(8000, stream=True)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        wait_until(lambda: decode.health()["running"] == 1)
+    empty(*workers)
+    with pytest.raises(httpx.ReadTimeout):
+        front.client.post("/v1/completions", json=asked(8000), timeout=0.7)
+    empty(*workers)
+    assert all(worker["requests"] == 0 for worker in front.health()["prefill"] + front.health()["decode"])
+
+
+@contextlib.contextmanager
+def relay(target: Server, before_answer: Any) -> Iterator[str]:
+    """A prefill worker's address whose answers come after ``before_answer()``: to let it die in between."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            answer = httpx.post(target.url + self.path, content=body, timeout=60)
+            before_answer()
+            self.send_response(answer.status_code)
+            self.send_header("content-length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_prefill_worker_that_dies_with_the_ticket(workers: tuple[Server, Server], stream: bool) -> None:
+    """Its answer is out, its KV is gone: another prefill worker, or decode alone, writes the same text."""
+    prefill, decode = workers
+    body = asked(10, **SEEDED)
+    alone = text_of(decode.complete(body))
+    with Server(*KV, "--name", "dying") as dying, relay(dying, dying.kill) as url:
+        ends = ("--prefill", f"dying={url}", f"p={prefill.url}", "--decode", decode.url)
+        with proxy(*ends, "--cooldown-seconds", "0") as front:
+            text = text_of_stream(front.stream(body)) if stream else text_of(front.complete(body))
+            assert text == alone
+            counts = front.health()["counts"]
+            assert counts["restarts" if stream else "retries"] == 1
+    empty(*workers)
+
+
+def test_all_prefill_workers_gone_by_policy(workers: tuple[Server, Server]) -> None:
+    """decode: it computes alone, and the answer says so; fail: 502 with the reason, nothing hangs."""
+    _, decode = workers
+    body = asked(8, **GREEDY)
+    ends = ("--prefill", f"a={NOBODY}", "--decode", decode.url)
+    with proxy(*ends) as falls, proxy(*ends, "--fallback", "fail") as fails:
+        answer = falls.post(body)
+        assert text_of(answer.json()) == text_of(decode.complete(body))
+        assert answer.headers["x-kvferry-way"].startswith("alone; no handoff came about: a (")
+        failed = fails.post(body)
+        assert failed.status_code == 502
+        assert "cannot be reached" in failed.json()["error"]["message"]
+    decode.wait_empty()
+
+
+def test_a_decode_worker_that_dies_in_the_middle(workers: tuple[Server, Server]) -> None:
+    """A seeded stream goes on at another one, each character once; an unseeded one ends with an error."""
+    prefill, decode = workers
+    body = asked(600, **SEEDED)
+    alone = text_of(decode.complete(body))
+    for sampled in (False, True):
+        with Server(*KV, "--name", "dying") as dying:
+            # Of two that are alike the proxy takes the first.
+            ends = ("--prefill", prefill.url, "--decode", f"dying={dying.url}", f"d={decode.url}")
+            with proxy(*ends) as front:
+                asking = body | {"stream": True} | ({"seed": None} if sampled else {})
+                with front.client.stream("POST", "/v1/completions", json=asking) as answer:
+                    lines = (line for line in answer.iter_lines() if line)
+                    head = [next(lines) for _ in range(5)]
+                    assert dying.health()["running"] == 1
+                    dying.kill()
+                    rest = list(lines)
+                if sampled:
+                    assert '"error"' in rest[-1]
+                    assert "dying" in rest[-1]
+                    continue
+                assert rest[-1] == "data: [DONE]"
+                events = [httpx.Response(200, content=line[6:]).json() for line in head + rest[:-1]]
+                assert text_of_stream(events) == alone
+                assert front.health()["counts"]["restarts"] == 1
+    empty(*workers)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--prefill", "nowhere", "--decode", NOBODY),
+        ("--prefill", "=http://a:1", "--decode", NOBODY),
+        ("--prefill", NOBODY, NOBODY, "--decode", NOBODY),
+        ("--prefill", NOBODY),
+        ("--prefill", NOBODY, "--decode", NOBODY, "--links", "eth100"),
+        ("--prefill", NOBODY, "--decode", NOBODY, "--links", "no-such", "--model", "shape:4x2x16"),
+        ("--prefill", NOBODY, "--decode", NOBODY, "--ttft", "200ms"),
+        ("--prefill", NOBODY, "--decode", NOBODY, "--retries", "99"),
+        ("--prefill", NOBODY, "--decode", NOBODY, "--silence-seconds", "nan"),
+        ("--prefill", NOBODY, "--decode", NOBODY, "--mode", "shout"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_2(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["proxy", "--listen", "127.0.0.1:0", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+
+
+def test_bodies_that_are_none(front: Server) -> None:
+    """400 by name, from the proxy itself."""
+    for raw in (b"", b"[]", b"{}", b"\xff", b'{"prompt":"' + b"a" * (17 << 20) + b'"}'):
+        assert front.client.post("/v1/completions", content=raw).status_code == 400
+
+
+def test_the_demo_serves_until_ctrl_c_and_leaves_nobody() -> None:
+    """Prefill, decode and proxy by one command; the request of its curl line is answered; nobody is left."""
+    with Server(
+        "--serve", "--transport", "shm", "--tokens", "5", verb="demo", model=("--model", "tiny")
+    ) as demo:
+        children = psutil.Process(demo.pid).children(recursive=True)
+        assert len(children) >= 3
+        body = json.loads(shlex.split(demo.line["curl"])[-1])
+        assert demo.line["curl"].startswith(f"curl -N {demo.url}/v1/chat/completions ")
+        said = text_of_stream(demo.stream(body, "/v1/chat/completions"))
+        with httpx.Client(base_url=demo.line["decode"]) as decode:
+            alone = decode.post("/v1/chat/completions", json=body | {"stream": False}, timeout=60)
+        assert said == text_of(alone.json())
+        assert demo.client.get("/health").json()["counts"] == {"streams": 1}
+        assert demo.interrupt() == 0
+        assert demo.said == ""
+        wait_until(lambda: not any(child.is_running() for child in children))

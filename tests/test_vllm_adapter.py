@@ -1,0 +1,459 @@
+"""The vLLM adapter without vLLM: its two sides, with fake requests and packed pools of fake workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import wait_until
+from kvferry.engines.vllm.identity import files_digest
+from kvferry.engines.vllm.options import read_options
+from kvferry.engines.vllm.pool_layout import Group, LayerTensor, pool_layout
+from kvferry.engines.vllm.scheduler import REFUSED_KEY, TOKENS_KEY, SchedulerSide
+from kvferry.engines.vllm.step import TICKET_KEY, Load, Save, Step, ticket_text, tickets_from
+from kvferry.engines.vllm.tickets import TicketClient, TicketServer
+from kvferry.engines.vllm.worker import Results
+from kvferry.errors import DeadlineError, IncompatibleError, InputError, KVFerryError, LocalError
+from kvferry.state import pack_ids
+from vllm_kit import FakeRequest, FakeWorker, packed_layout, random_kv, scheduled
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+IDS = list(range(7, 107))
+
+
+@pytest.fixture
+def worker() -> Iterator[Callable[..., FakeWorker]]:
+    """Make fake workers that are closed when the test ends."""
+    made: list[FakeWorker] = []
+
+    def make(**options: Any) -> FakeWorker:
+        made.append(FakeWorker(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.side.close()
+
+
+def offer(prefill: FakeWorker, request_id: str, ids: list[int], blocks: list[int]) -> bytes:
+    prefill.step(Step(saves=[Save(request_id, pack_ids(ids), (tuple(blocks),))]))
+    return prefill.side.ticket(request_id, 5.0)
+
+
+def until_loaded(decode: FakeWorker, request_id: str, finished: set[str] = frozenset()) -> Results:  # type: ignore[assignment]
+    total = Results()
+
+    def step() -> bool:
+        results = decode.step(Step(), finished)
+        total.loaded.update(results.loaded)
+        total.failed.update(results.failed)
+        total.moves += results.moves
+        total.errors += results.errors
+        return request_id in total.loaded
+
+    wait_until(step, 15.0)
+    return total
+
+
+# Layout.
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(32, 32), (32, 64), (64, 32)])
+@pytest.mark.parametrize("prompt_tokens", [2, 33, 65, 100])
+def test_every_element_arrives_whatever_the_block_sizes(
+    worker: Callable[..., FakeWorker], theirs: int, ours: int, prompt_tokens: int
+) -> None:
+    """K is transposed inside a block on both sides; nothing but the request's own bytes is written."""
+    prefill, decode = worker(block_size=theirs), worker(block_size=ours)
+    blocks, into = [5, 3, 9, 1][: -(-prompt_tokens // theirs)], [8, 2, 11, 4][: -(-prompt_tokens // ours)]
+    keys, values = random_kv(prompt_tokens, 1)
+    prefill.write(blocks, keys, values)
+    before = decode.memory.copy()
+    ids = IDS[:prompt_tokens]
+    ticket = offer(prefill, "r", ids, blocks)
+    decode.step(Step(loads=[Load("r", (ticket,), pack_ids(ids), 0, (tuple(into),))]))
+    results = until_loaded(decode, "r")
+    assert not results.failed, decode.log
+    got_keys, got_values = decode.read(into, prompt_tokens - 1)
+    np.testing.assert_array_equal(got_keys, keys[:, :-1])
+    np.testing.assert_array_equal(got_values, values[:, :-1])
+    expected = FakeWorker.__new__(FakeWorker)
+    expected.memory, expected.block_size, expected.num_blocks = before, ours, decode.num_blocks
+    expected.write(into, keys[:, :-1], values[:, :-1])
+    np.testing.assert_array_equal(decode.memory, before)
+    assert results.moves[0].path == "cma"
+
+
+def test_a_prefix_hit_moves_the_rest_and_leaves_shared_blocks_alone(
+    worker: Callable[..., FakeWorker],
+) -> None:
+    prefill, decode = worker(), worker()
+    keys, values = random_kv(100, 2)
+    prefill.write([1, 2, 3, 4], keys, values)
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    decode.step(Step(loads=[Load("r", (ticket,), pack_ids(IDS), 64, ((9, 8, 7, 6),))]))
+    results = until_loaded(decode, "r")
+    assert not results.failed, decode.log
+    assert not decode.regions[:, [9, 8]].any()
+    assert results.moves[0].nbytes == (99 - 64) * 2 * 2 * 2 * 4 * 4
+    np.testing.assert_array_equal(decode.read([9, 8, 7, 6], 99)[0][:, 64:], keys[:, 64:99])
+
+
+def test_another_prompt_with_a_prefix_hit_writes_nothing(worker: Callable[..., FakeWorker]) -> None:
+    """A router that mixes up tickets must not be able to spoil blocks that other requests read."""
+    prefill, decode = worker(), worker()
+    prefill.write([1, 2, 3, 4], *random_kv(100, 3))
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    other = [1, *IDS[1:]]
+    decode.step(Step(loads=[Load("r", (ticket,), pack_ids(other), 64, ((9, 8, 7, 6),))]))
+    assert until_loaded(decode, "r").failed == {"r"}
+    assert not decode.memory.any()
+
+
+def test_another_prompt_is_refused_after_the_move(worker: Callable[..., FakeWorker]) -> None:
+    prefill, decode = worker(), worker()
+    prefill.write([1, 2, 3, 4], *random_kv(100, 3))
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    decode.step(Step(loads=[Load("r", (ticket,), pack_ids([*IDS[:50], 1, *IDS[51:]]), 0, ((9, 8, 7, 6),))]))
+    results = until_loaded(decode, "r")
+    assert results.failed == {"r"}
+    assert "other token ids" in str(results.errors[0])
+
+
+def test_a_pool_with_a_sliding_group_and_a_layer_without_a_number() -> None:
+    layout = pool_layout(
+        [Group(("a.0.x",), 32, 1, 8), Group(("a.1.x",), 32, 1, 8, window=17)],
+        {"a.0.x": LayerTensor(0, 2048, 2048), "a.1.x": LayerTensor(8192, 2048, 2048)},
+        dtype="float32",
+        num_blocks=4,
+        nbytes=16384,
+    )
+    assert [group.window for group in layout.groups] == [None, 16]
+    with pytest.raises(IncompatibleError, match="number"):
+        pool_layout(
+            [Group(("attention",), 32, 1, 8)],
+            {"attention": LayerTensor(0, 2048, 2048)},
+            dtype="float32",
+            num_blocks=1,
+            nbytes=2048,
+        )
+
+
+def test_ranks_of_one_worker_hold_their_own_heads(worker: Callable[..., FakeWorker]) -> None:
+    """Rank r of decode takes from rank r of prefill; another rank's ticket is refused by name."""
+    prefills, decodes = [worker(rank=rank) for rank in (0, 1)], [worker(rank=rank) for rank in (0, 1)]
+    made = [random_kv(40, rank) for rank in (0, 1)]
+    for prefill, kv in zip(prefills, made, strict=True):
+        prefill.write([1, 2], *kv)
+    tickets = tuple(offer(prefill, "r", IDS[:40], [1, 2]) for prefill in prefills)
+    assert tickets_from({TICKET_KEY: ticket_text(tickets)}) == tickets
+    for decode, (keys, _) in zip(decodes, made, strict=True):
+        decode.step(Step(loads=[Load("r", tickets, pack_ids(IDS[:40]), 0, ((5, 6),))]))
+        assert not until_loaded(decode, "r").failed, decode.log
+        np.testing.assert_array_equal(decode.read([5, 6], 39)[0], keys[:, :39])
+    again = tuple(offer(prefill, "s", IDS[:40], [1, 2]) for prefill in prefills)
+    decodes[0].step(Step(loads=[Load("s", again[::-1], pack_ids(IDS[:40]), 0, ((7, 8),))]))
+    failed = until_loaded(decodes[0], "s")
+    assert failed.failed == {"s"}
+    assert "heads" in str(failed.errors[0])
+
+
+# Worker side.
+
+
+def test_blocks_come_free_once_and_only_after_vllm_asked(worker: Callable[..., FakeWorker]) -> None:
+    prefill, decode = worker(), worker()
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    decode.step(Step(loads=[Load("r", (ticket,), pack_ids(IDS), 0, ((9, 8, 7, 6),))]))
+    until_loaded(decode, "r")
+    wait_until(lambda: prefill.side.endpoint.stats().holds == 0)
+    assert not prefill.step(Step()).saved  # its request has not ended yet
+    saved: list[str] = []
+    finished = [{"r"}, set()]
+
+    def ended() -> bool:
+        saved.extend(prefill.step(Step(), finished[min(len(saved), 1)]).saved)
+        return bool(saved)
+
+    wait_until(ended)
+    assert saved == ["r"]
+    assert not prefill.step(Step(), {"r"}).saved
+
+
+def test_a_lease_that_ends_frees_the_blocks(worker: Callable[..., FakeWorker]) -> None:
+    prefill, decode = worker(lease_seconds=0.3), worker()
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    saved: set[str] = set()
+    wait_until(lambda: bool(saved.update(prefill.step(Step(), {"r"}).saved) or saved))
+    assert saved == {"r"}
+    assert any("lease" in line for line in prefill.log)
+    decode.step(Step(loads=[Load("r", (ticket,), pack_ids(IDS), 0, ((9, 8, 7, 6),))]))
+    late = until_loaded(decode, "r")
+    assert late.failed == {"r"}
+    assert isinstance(late.errors[0], DeadlineError)
+
+
+def test_a_preempted_offer_has_ended_before_its_blocks_are_reused(worker: Callable[..., FakeWorker]) -> None:
+    prefill, decode = worker(), worker()
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    prefill.step(Step(preempted=["r"]))
+    assert prefill.side.endpoint.stats().holds == 0
+    again = offer(prefill, "r", IDS, [5, 6, 7, 8])
+    for name, given, failed in (("old", ticket, {"old"}), ("new", again, set())):
+        decode.step(Step(loads=[Load(name, (given,), pack_ids(IDS), 0, ((9, 8, 7, 6),))]))
+        assert until_loaded(decode, name).failed == failed
+
+
+def test_an_offer_that_is_withdrawn_is_reported_when_the_request_has_ended(
+    worker: Callable[..., FakeWorker],
+) -> None:
+    prefill = worker()
+    offer(prefill, "r", IDS, [1, 2, 3, 4])
+    saved = set(prefill.step(Step(withdrawn=["r"]), {"r"}).saved)
+    wait_until(lambda: bool(saved.update(prefill.step(Step()).saved) or saved))
+    assert saved == {"r"}
+
+
+def test_a_request_that_ends_at_decode_ends_its_load(worker: Callable[..., FakeWorker]) -> None:
+    """The load is reported though nobody waits for it: only then are its blocks vLLM's again."""
+    prefill, decode = worker(), worker()
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    step = Step(loads=[Load("r", (ticket,), pack_ids(IDS), 0, ((9, 8, 7, 6),))])
+    results = decode.step(step, {"r"})
+    if "r" not in results.loaded:
+        until_loaded(decode, "r")
+    wait_until(lambda: decode.side.endpoint.stats().transfers == 0)
+
+
+def test_what_decode_does_not_need_comes_free_at_prefill(worker: Callable[..., FakeWorker]) -> None:
+    prefill, decode = worker(), worker()
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    decode.step(Step(unwanted=[Load("r", (ticket,), pack_ids(IDS), 99, ())]))
+    wait_until(lambda: prefill.side.endpoint.stats().holds == 0)
+    assert not decode.memory.any()
+
+
+def test_another_model_is_refused_by_name(worker: Callable[..., FakeWorker]) -> None:
+    prefill, decode = worker(), worker(weights="ef" * 32)
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    decode.step(Step(loads=[Load("r", (ticket,), pack_ids(IDS), 0, ((9, 8, 7, 6),))]))
+    results = until_loaded(decode, "r")
+    assert results.failed == {"r"}
+    assert "weights" in str(results.errors[0])
+
+
+def test_a_rank_listens_at_its_own_port(worker: Callable[..., FakeWorker]) -> None:
+    first = worker(listen=("tcp://127.0.0.1:0",)).side.endpoint.addresses[0]
+    port = int(first.rsplit(":", 1)[1])
+    second = worker(listen=(f"tcp://127.0.0.1:{port}",), rank=1).side.endpoint.addresses[0]
+    assert second == f"tcp://127.0.0.1:{port + 1}"
+
+
+# Tickets.
+
+
+def test_a_ticket_crosses_the_processes_or_its_error_does(worker: Callable[..., FakeWorker]) -> None:
+    prefill = worker()
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    server = TicketServer(prefill.side.ticket)
+    client = TicketClient(server.address)
+    assert client.fetch("r", 1.0) == ticket
+    with pytest.raises(LocalError, match="not offered"):
+        client.fetch("unknown", 1.0)
+    assert client.fetch("r", 1.0) == ticket
+    server.close()
+    with pytest.raises(LocalError, match="gave no ticket"):
+        client.fetch("r", 1.0)
+    client.close()
+
+
+@pytest.mark.parametrize("text", ["", "*", 7, None, "a" * (1 << 21), "é"])
+def test_a_ticket_from_outside_is_refused_by_name(text: Any) -> None:
+    with pytest.raises(InputError, match=TICKET_KEY):
+        tickets_from({TICKET_KEY: text})
+
+
+# Scheduler side.
+
+
+def side(ticket: bytes | KVFerryError = b"t", ranks: int = 1) -> tuple[SchedulerSide, list[str]]:
+    log: list[str] = []
+
+    def fetch(request_id: str) -> tuple[bytes, ...]:
+        if isinstance(ticket, KVFerryError):
+            raise ticket
+        return (ticket,) * ranks
+
+    return SchedulerSide(ranks, fetch, log.append), log
+
+
+def test_a_prompt_is_offered_by_the_step_that_ends_it() -> None:
+    scheduler, _ = side()
+    request = FakeRequest("r", IDS, PREFILL)
+    scheduler.added(request)
+    assert not scheduler.end_step(scheduled({"r": [1, 2]}, r=60)).saves
+    request.num_computed_tokens = 60
+    (save,) = scheduler.end_step(scheduled({"r": [1, 2, 3, 4]}, r=40)).saves
+    assert save == Save("r", pack_ids(IDS), ((1, 2, 3, 4),))
+    assert not scheduler.end_step(scheduled({"r": [1, 2, 3, 4]}, r=1)).saves
+    hold, params = scheduler.finished(request.set_status("FINISHED_LENGTH_CAPPED"))
+    assert hold
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        TICKET_KEY: "dA",
+        TOKENS_KEY: 99,
+    }
+
+
+def test_a_preempted_prompt_is_withdrawn_and_offered_again() -> None:
+    scheduler, _ = side()
+    request = FakeRequest("r", IDS, PREFILL)
+    scheduler.added(request)
+    assert scheduler.end_step(scheduled({"r": [1]}, r=100)).saves
+    request.set_status("PREEMPTED")
+    assert scheduler.end_step(scheduled({})).preempted == ["r"]
+    assert not scheduler.end_step(scheduled({})).preempted
+    request.set_status("RUNNING")
+    assert scheduler.end_step(scheduled({"r": [4]}, r=100)).saves[0].blocks == ((4,),)
+
+
+def test_an_aborted_prompt_is_held_until_its_offer_has_ended() -> None:
+    scheduler, _ = side()
+    early, late = FakeRequest("early", IDS, PREFILL), FakeRequest("late", IDS, PREFILL)
+    scheduler.added(early)
+    scheduler.added(late)
+    scheduler.end_step(scheduled({"late": [1]}, late=100))
+    assert scheduler.finished(early.set_status("FINISHED_ABORTED"))[0] is False
+    assert scheduler.finished(late.set_status("FINISHED_ABORTED")) == (True, None)
+    assert scheduler.end_step(scheduled({})).withdrawn == ["late"]
+
+
+def test_without_a_ticket_decode_is_told_why() -> None:
+    scheduler, log = side(LocalError("no worker"))
+    request = FakeRequest("r", IDS, PREFILL)
+    scheduler.added(request)
+    scheduler.end_step(scheduled({"r": [1]}, r=100))
+    hold, params = scheduler.finished(request.set_status("FINISHED_LENGTH_CAPPED"))
+    assert hold
+    assert params is not None
+    assert params["do_remote_prefill"] is False
+    assert "no worker" in params[REFUSED_KEY]
+    assert scheduler.end_step(scheduled({})).withdrawn == ["r"]
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("lora_request", FakeRequest, "LoRA"),
+        ("mm_features", (1,), "multimodal"),
+        ("prompt_token_ids", None, "embeddings"),
+        ("prompt_token_ids", [4], "one token"),
+    ],
+)
+def test_what_cannot_be_handed_over_is_refused_by_name(field: str, value: Any, named: str) -> None:
+    for params in (PREFILL, {"do_remote_prefill": True, TICKET_KEY: "dA"}):
+        scheduler, log = side()
+        request = FakeRequest("r", IDS, dict(params))
+        if value is FakeRequest:
+            value = type("Lora", (), {"lora_name": "x"})()
+        setattr(request, field, value)
+        scheduler.added(request)
+        assert scheduler.loadable_tokens(request, 0) == 0
+        assert not scheduler.end_step(scheduled({"r": [1]}, r=100)).saves
+        hold, answer = scheduler.finished(request.set_status("FINISHED_LENGTH_CAPPED"))
+        assert not hold
+        if params is PREFILL:
+            assert answer is not None
+            assert named in answer[REFUSED_KEY]
+        else:
+            assert len(log) == 1
+
+
+def real_ticket(worker: Callable[..., FakeWorker], request_id: str = "r") -> bytes:
+    return offer(worker(), request_id, IDS, [1, 2, 3, 4])
+
+
+def test_decode_loads_all_but_the_last_token_beyond_its_prefix(worker: Callable[..., FakeWorker]) -> None:
+    ticket = real_ticket(worker)
+    scheduler, _ = side()
+    request = FakeRequest("d", IDS, {"do_remote_prefill": True, TICKET_KEY: ticket_text((ticket,))})
+    scheduler.added(request)
+    assert scheduler.loadable_tokens(request, 0) == 99
+    assert scheduler.loadable_tokens(request, 32) == 67
+    scheduler.allocated(request, ([4, 5, 6, 7],), 67)
+    (load,) = scheduler.end_step(scheduled({})).loads
+    assert load == Load("d", (ticket,), pack_ids(IDS), 32, ((4, 5, 6, 7),))
+    assert scheduler.loadable_tokens(request, 32) == 0
+    scheduler.allocated(request, ([4, 5, 6, 7],), 0)
+    step = scheduler.end_step(scheduled({}))
+    assert not step.loads
+    assert not step.unwanted
+
+
+@pytest.mark.parametrize("how", ["full hit", "ended early"])
+def test_a_ticket_that_is_not_needed_is_given_back(worker: Callable[..., FakeWorker], how: str) -> None:
+    ticket = real_ticket(worker)
+    scheduler, _ = side()
+    request = FakeRequest("d", IDS, {"do_remote_prefill": True, TICKET_KEY: ticket_text((ticket,))})
+    scheduler.added(request)
+    if how == "full hit":
+        assert scheduler.loadable_tokens(request, 99) == 0
+        scheduler.allocated(request, ([4, 5, 6, 7],), 0)
+    else:
+        assert scheduler.finished(request.set_status("FINISHED_ABORTED")) == (False, None)
+    assert scheduler.end_step(scheduled({})).unwanted == [Load("d", (ticket,), pack_ids(IDS), 99, ())]
+
+
+def test_tickets_that_do_not_fit_are_told_and_decode_computes_alone(
+    worker: Callable[..., FakeWorker],
+) -> None:
+    ticket = real_ticket(worker)
+    scheduler, log = side(ranks=1)
+    for tickets in ((ticket, ticket), (b"no ticket",)):
+        request = FakeRequest("d", IDS, {"do_remote_prefill": True, TICKET_KEY: ticket_text(tickets)})
+        scheduler.added(request)
+        assert scheduler.loadable_tokens(request, 0) == 0
+    params = {"do_remote_prefill": True, TICKET_KEY: ticket_text((ticket,))}
+    first, second = FakeRequest("a", IDS, params), FakeRequest("b", IDS, params)
+    scheduler.added(first)
+    scheduler.added(second)
+    assert scheduler.loadable_tokens(first, 0) == 99
+    assert scheduler.loadable_tokens(second, 0) == 0
+    assert "ranks" in log[0]
+    assert "n > 1" in log[2]
+
+
+# Start.
+
+
+def test_options_are_checked_by_name() -> None:
+    assert read_options({"lease_seconds": 5, "listen": ["tcp://127.0.0.1:0"]}).lease_seconds == 5.0
+    for wrong in ({"lease": 5}, {"lease_seconds": -1}, {"integrity": "perhaps"}, {"max_pulls": 0}):
+        with pytest.raises(InputError, match="kv_connector_extra_config"):
+            read_options(wrong)
+
+
+def test_checkpoints_are_told_apart(tmp_path: Any) -> None:
+    small, large = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    small.write_bytes(b"x" * 5000)
+    large.write_bytes(bytes(40 << 20))
+    before = files_digest([small, large])
+    assert before == files_digest([large, small])
+    small.write_bytes(b"x" * 4999 + b"y")
+    assert files_digest([small, large]) != before
+    with pytest.raises(LocalError, match="no checkpoint"):
+        files_digest([])
+
+
+def test_the_layout_says_what_is_transposed() -> None:
+    """K's elements lie a block apart, V's beside each other; heads lie K and V together."""
+    key, value = packed_layout(32, 4, rank=1).groups[0].tensors[:2]
+    assert (key.token_stride, key.dim_stride, key.head_stride) == (4, 128, 1024)
+    assert (value.token_stride, value.dim_stride, value.head_stride) == (16, 0, 1024)
+    assert (value.offset - key.offset, key.head_start) == (512, 2)
