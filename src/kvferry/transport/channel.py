@@ -94,7 +94,7 @@ class Channel:
             write_vectored(self.fd, vector_of(*arrays), patience, on_input)
             return
         for records in self._seals.sealed([array.view(np.uint8) for array in arrays]):
-            write_vectored(self.fd, vector_of(records), patience, on_input)
+            write_vectored(self.fd, vector_of(*records), patience, on_input)
 
     def read(self, nbytes: int, patience: Patience) -> NDArray[np.uint8]:
         """Receive exactly ``nbytes``, which the peer wrote as one buffer; the caller has bounded them."""
@@ -109,7 +109,7 @@ class Channel:
             return
         self._seals.open_into(
             [array.view(np.uint8) for array in arrays if array.nbytes],
-            lambda records: read_vectored(self.fd, vector_of(records), patience),
+            lambda records: read_vectored(self.fd, vector_of(*records), patience),
         )
 
     def write_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:

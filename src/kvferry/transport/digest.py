@@ -82,7 +82,7 @@ def digest_chunks(
     sums = ChunkDigests(np.concatenate(([0], nbytes.cumsum()))[chunk_start[1:]])
     piece_nbytes, (piece_offset,) = split_pieces(nbytes, offset)
     pieces = Pieces(array, piece_offset, piece_nbytes)
-    staging = thread_staging()
+    staging = thread_staging(array)
     for first, last in pairwise(step_starts(piece_nbytes).tolist()):
         staged = staging[: int(piece_nbytes[first:last].sum())]
         pieces.gather(first, last, staged)

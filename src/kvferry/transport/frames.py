@@ -124,7 +124,7 @@ def _staged_sender(
     on_input: Callable[[], NoReturn] | None,
 ) -> Callable[[int], None]:
     """Sends the mark of a frame, then its pieces gathered step by step."""
-    staging = thread_staging()
+    staging = thread_staging(frames.array)
 
     def send(frame: int) -> None:
         mark = marks[frame : frame + 1]
@@ -171,7 +171,7 @@ def _staged_receiver(
     channel: Channel, frames: Frames, marks: NDArray[np.void], patience: Patience, sums: ChunkDigests | None
 ) -> Callable[[int], None]:
     """Receives a frame step by step into staging, and the mark behind it; sums, then scatters."""
-    staging = thread_staging()
+    staging = thread_staging(frames.array)
 
     def receive(frame: int) -> None:
         steps = frames.steps(frame)

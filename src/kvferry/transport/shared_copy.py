@@ -126,7 +126,7 @@ def copy_strided(plan: StridedPlan, source: Bytes, into: Bytes, check: Check) ->
 def _copy_staged(source: Source, part: Part, into: Bytes, check: Check, sums: ChunkDigests | None) -> None:
     here, there, nbytes = _columns(part)
     gather, target = source.gatherer(there, nbytes), Pieces(into, here, nbytes)
-    staging = thread_staging()
+    staging = thread_staging(into)
     for first, last in pairwise(step_starts(nbytes).tolist()):
         check()
         staged = staging[: int(nbytes[first:last].sum())]
