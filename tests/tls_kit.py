@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime as dt
 import ipaddress
+import itertools
 import os
 import shutil
+import socket
 import tempfile
+import threading
 from pathlib import Path
 
 from cryptography import x509
@@ -86,3 +90,88 @@ def odd_identity(folder: Path, name: str, **changes: object) -> Identity:
     path = folder / f"{name}.pem"
     path.write_bytes(pem)
     return Identity(str(path), str(FOLDER / "ca.pem"))
+
+
+class TamperingProxy:
+    """Stands between two ends of a tcp transport: passes every byte on, keeps it, changes one part when told.
+
+    ``downstream`` is from the listener to who connected. Only sockets after the first, the data
+    channels, are tampered with.
+    """
+
+    def __init__(self, address: str) -> None:
+        place, _, options = address.removeprefix("tcp://").partition("?")
+        host, _, port = place.rpartition(":")
+        self._target = (host, int(port))
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}" + (f"?{options}" if options else "")
+        self.tampered = threading.Event()
+        self._lock = threading.Lock()
+        self._seen: list[bytes] = []
+        self._socks: list[socket.socket] = []
+        self._order: tuple[str, int, bool] | None = None
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def seen(self) -> bytes:
+        """All that passed until now, in any order of the sockets."""
+        with self._lock:
+            return b"".join(self._seen)
+
+    def tamper(self, how: str, *, after_nbytes: int, downstream: bool) -> None:
+        """Change the data channel's bytes once, beyond so many that pass from now on."""
+        with self._lock:
+            self._order = (how, after_nbytes, downstream)
+
+    def close(self) -> None:
+        self._server.close()
+        for sock in self._socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(5.0)
+        for sock in self._socks:
+            sock.close()
+
+    def _accept(self) -> None:
+        for number in itertools.count():
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._socks += [near, far]
+            for source, sink, downstream in ((near, far, False), (far, near, True)):
+                thread = threading.Thread(
+                    target=self._pass, args=(source, sink, downstream, number > 0), daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, downstream: bool, is_data: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                with self._lock:
+                    self._seen.append(data)
+                    if is_data:
+                        data = self._changed(data, downstream)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def _changed(self, data: bytes, downstream: bool) -> bytes:
+        if self._order is None or self._order[2] is not downstream:
+            return data
+        how, left, _ = self._order
+        if len(data) <= left or len(data) - left < 64:
+            self._order = (how, max(0, left - len(data)), downstream)
+            return data
+        self._order = None
+        self.tampered.set()
+        middle = left + (len(data) - left) // 2
+        first, rest = data[:left], data[left:]
+        return {
+            "flip": data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :],
+            "drop": first + rest[32:],
+            "repeat": first + rest[:32] + rest,
+            "swap": first + rest[32:64] + rest[:32] + rest[64:],
+        }[how]

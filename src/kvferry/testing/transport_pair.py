@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -82,11 +82,18 @@ class Side:
 class TransportPair:
     """A listening and a connecting side that are connected.
 
-    ``listen_memory`` and ``connect_memory`` are taken over and closed with the pair.
+    ``listen_memory`` and ``connect_memory`` are taken over and closed with the pair. ``through`` is
+    given the listener's address and says where to connect instead, as to something in between.
     """
 
     def __init__(
-        self, transport: type[Transport], address: str, listen_memory: Memory, connect_memory: Memory
+        self,
+        transport: type[Transport],
+        address: str,
+        listen_memory: Memory,
+        connect_memory: Memory,
+        *,
+        through: Callable[[str], str] = str,
     ) -> None:
         self.loop = LoopThread()
         self.threads = ThreadPoolExecutor(16, thread_name_prefix="kvferry test")
@@ -94,7 +101,7 @@ class TransportPair:
         guards = ScriptedGuard(), ScriptedGuard()
         transports = transport(listen_memory, guards[0]), transport(connect_memory, guards[1])
         self.listener: Listener = self.loop.run(transports[0].listen(address, self.accepted.put))
-        connection = self.loop.run(transports[1].connect(self.listener.address, WAIT_SECONDS))
+        connection = self.loop.run(transports[1].connect(through(self.listener.address), WAIT_SECONDS))
         self.listening = Side(listen_memory, guards[0], transports[0], self.next_accepted())
         self.connecting = Side(connect_memory, guards[1], transports[1], connection)
         self._opened: list[Connection] = [self.listening.connection, connection]

@@ -86,7 +86,8 @@ class Seal:
         """Fill ``out``, which is OVERHEAD_NBYTES longer than ``plain``, with the next record."""
         head = HEAD.pack(_MAGIC, plain.nbytes)
         out[: HEAD.size] = np.frombuffer(head, np.uint8)
-        self._cipher.encrypt_into(self._nonce(plain.nbytes), plain.data, head, out[HEAD.size :].data)
+        nonce = self._nonce(plain.nbytes)  # first: it may put another key in place
+        self._cipher.encrypt_into(nonce, plain.data, head, out[HEAD.size :].data)
 
     def open(self, record: Bytes, out: Bytes) -> None:
         """Fill ``out`` with what the next record holds; ``record`` is OVERHEAD_NBYTES longer.
