@@ -33,7 +33,20 @@ kvferry moves a request's KV cache and execution state from a prefill worker to 
 
 # One module a verb, named like it, with a function of that name. They are imported only
 # when their verb (or the list of verbs) is asked for, so `kvferry --version` stays fast.
-VERBS = ("size", "agent", "probe", "link", "check", "plan", "simulate", "serve", "proxy", "demo", "certs")
+VERBS = (
+    "size",
+    "agent",
+    "probe",
+    "link",
+    "check",
+    "plan",
+    "simulate",
+    "interference",
+    "serve",
+    "proxy",
+    "demo",
+    "certs",
+)
 
 app = App(
     name="kvferry",
