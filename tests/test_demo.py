@@ -161,6 +161,73 @@ def test_a_grammar_without_its_library_is_one_line(tmp_path: Path) -> None:
     assert "pip install 'kvferry[grammar]'" in done.stderr
 
 
+def converting(*arguments: str, dtype: str = "float32") -> tuple[int, dict[str, object], str]:
+    done = kvferry(
+        "demo", "--model", "tiny", "--prompt", "Where does it go?", "--tokens", "12", "--temperature", "1.1",
+        "--dtype", dtype, *arguments, "--json",
+    )  # fmt: skip
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arguments", "itemsize", "conversion"),
+    [
+        ("float32", ["--decode-axis-order", "HND-transposed"], 4, "float32, repacked: exact"),
+        (
+            "bfloat16",
+            ["--decode-dtype", "float32", "--tp", "3", "--decode-tp", "1", "--decode-block-size", "7"],
+            2,
+            "bfloat16 -> float32: exact",
+        ),
+        (
+            "float16",
+            ["--axis-order", "HND-transposed", "--decode-axis-order", "NHD", "--decode-dtype", "float32",
+             "--decode-tp", "3", "--transport", "tcp", "--mode", "push"],
+            2,
+            "float16 -> float32, repacked: exact",
+        ),
+        ("bfloat16", ["--transport", "tcp"], 2, ""),
+    ],
+)  # fmt: skip
+def test_identical_through_exact_conversions(
+    dtype: str, arguments: list[str], itemsize: int, conversion: str
+) -> None:
+    """Other packings and wider dtypes go on as one process that stores so does; the narrower one crosses."""
+    status, result, err = converting(*arguments, dtype=dtype)
+    assert status == 0, err
+    assert result["identical"] is True
+    assert result["is_lossy"] is False
+    assert result["conversions"][:1] == ([conversion] if conversion else [])
+    heads = 3 if "3" in arguments else 2
+    assert result["payload_bytes"] == result["prompt_tokens"] * 4 * 2 * heads * 16 * itemsize
+    assert err == ""
+
+
+def test_rounding_is_refused_unless_it_is_allowed() -> None:
+    """float32 to bfloat16: one line that names the field; with --allow-lossy it runs, and is told."""
+    status, result, err = converting("--decode-dtype", "bfloat16")
+    assert (status, result) == (1, {})
+    assert err.count("\n") == 1
+    assert "dtype: float32 against bfloat16, lossy conversion is not allowed" in err
+    status, result, err = converting("--decode-dtype", "bfloat16", "--allow-lossy")
+    assert status == 0, err
+    assert result["is_lossy"] is True
+    assert result["conversions"] == ["float32 -> bfloat16: at most 0.00389 x |value| + 4.59e-41"]
+    assert result["payload_bytes"] == result["prompt_tokens"] * 4 * 2 * 2 * 16 * 2
+
+
+def test_a_wire_format_is_smaller_and_said() -> None:
+    """int8: a byte a value and a scale a (block, head), recorded with its bound."""
+    status, result, err = converting("--wire-format", "int8", "--mode", "push")
+    assert status == 0, err
+    assert result["is_lossy"] is True
+    assert result["conversions"][0].startswith(
+        "float32 -> int8 per (block, head) -> float32: at most 0.00394 x"
+    )
+    tokens = result["prompt_tokens"]
+    assert result["payload_bytes"] == 4 * 2 * 2 * (tokens * 16 + -(-tokens // 16) * 4)
+
+
 def test_for_a_person() -> None:
     """Without --json it prints the text, that the tokens are identical, what moved and a bar chart."""
     done = kvferry("demo", "--model", "tiny", "--prompt", "Where does it go?", "--tokens", "6")
@@ -234,6 +301,9 @@ def test_a_continuation_that_differs_is_not_called_identical(tmp_path: Path) -> 
         (["--json-schema", "pyproject.toml"], "grammar"),
         (["--json-schema", "x", "--grammar", "y"], "not both"),
         (["--tp", "3", "--decode-tp", "5"], "decode_tp"),
+        (["--dtype", "int8"], "dtype"),
+        (["--wire-format", "int4"], "wire"),
+        (["--decode-dtype", "bfloat16", "--speculative", "2"], "speculative"),
         (["--frobnicate"], "frobnicate"),
     ],
 )

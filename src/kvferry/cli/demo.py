@@ -46,10 +46,18 @@ class DemoFlags:
     "Tokens of a block in the prefill worker's pool."
     decode_block_size: Whole | None = None
     "The same in the decode worker's pool. Default: alike."
-    axis_order: Literal["NHD", "HND"] = "NHD"
-    "Order of tokens and heads inside the prefill worker's blocks."
-    decode_axis_order: Literal["NHD", "HND"] | None = None
+    axis_order: Literal["NHD", "HND", "HND-transposed"] = "NHD"
+    "Order of tokens and heads inside the prefill worker's blocks, and whether keys lie transposed there."
+    decode_axis_order: Literal["NHD", "HND", "HND-transposed"] | None = None
     "The same at the decode worker. Default: alike."
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    "What the prefill worker stores K and V as (bfloat16 needs kvferry[convert])."
+    decode_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    "The same at the decode worker. Default: alike. A narrower one needs --allow-lossy."
+    allow_lossy: Annotated[bool, Flag] = False
+    "Values may be rounded on the way; then the continuations may differ, and that is no failure."
+    wire_format: Literal["float8_e4m3fn", "int8"] | None = None
+    "K and V cross as this, with a scale for each (block, head). Lossy."
     tp: Whole = 1
     "Ranks of the prefill worker: each has a pool and a share of the KV heads (1 and 3 of SmolLM2's 3)."
     decode_tp: Whole | None = None
@@ -79,6 +87,10 @@ class DemoFlags:
             decode_block_size=self.decode_block_size,
             axis_order=self.axis_order,
             decode_axis_order=self.decode_axis_order,
+            dtype=self.dtype,
+            decode_dtype=self.decode_dtype,
+            allow_lossy=self.allow_lossy,
+            wire_format=self.wire_format,
             tp=self.tp,
             decode_tp=self.decode_tp,
             num_drafts=self.speculative,
@@ -96,8 +108,8 @@ def demo(
 ) -> int:
     """Prefill a request in one process, decode it in another, and compare with one process.
 
-    Exit status 0: the continuations are the same, tokens and the bits of every step's logits; 1: they
-    are not, or the handoff failed.
+    Exit status 0: the continuations are the same, tokens and the bits of every step's logits, or values
+    were rounded on the way because that was allowed; 1: they are not, or the handoff failed.
 
     Parameters
     ----------
@@ -120,7 +132,7 @@ def demo(
         print_json(result)
     else:
         show(result, options.max_tokens)
-    return 0 if result.identical else 1
+    return 0 if result.identical or result.is_lossy else 1
 
 
 def _serve(options: DemoOptions, listen: str, *, as_json: bool) -> int:

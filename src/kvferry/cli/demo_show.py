@@ -105,6 +105,10 @@ def show(result: DemoResult, max_tokens: int) -> None:
     """For a person: the text, the comparison, what moved, the timing split as bars."""
     console = Console()
     same = "identical" if result.identical else "NOT IDENTICAL"
+    compared = "and the bits of each step's logits"
+    if result.is_lossy:
+        same = "identical tokens" if result.tokens_identical else "other tokens"
+        compared = "after values were rounded on the way, as was allowed"
     ended = (
         f" (the model ended its text; {max_tokens} were allowed)" if result.output_tokens < max_tokens else ""
     )
@@ -121,10 +125,11 @@ def show(result: DemoResult, max_tokens: int) -> None:
     for name, value in (
         (
             "against one process",
-            f"{same}: {result.output_tokens} tokens{ended}, and the bits of each step's logits",
+            f"{same}: {result.output_tokens} tokens{ended}, {compared}",
         ),
         *([("speculative", drafts)] if result.num_drafts else []),
         ("moved", moved),
+        *([("converted", "; ".join(result.conversions))] if result.conversions else []),
         ("carried by", f"{result.transport_used}, path {result.path}, {result.mode}"),
         ("rate", rate),
     ):

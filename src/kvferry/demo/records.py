@@ -8,15 +8,18 @@ import msgspec
 
 from kvferry.engines.reference import GrammarText
 from kvferry.errors import ErrorRecord
-from kvferry.state import Limits, SamplingParameters
+from kvferry.layout import Conversions
+from kvferry.state import Exactness, Limits, SamplingParameters
 from kvferry.transfer import TransferRecord
 from kvferry.transport.security import HOST_ONLY, Security
 
 __all__ = [
+    "AxisOrder",
     "Begin",
     "DemoOptions",
     "DemoResult",
     "DemoTimings",
+    "Dtype",
     "Failed",
     "Finished",
     "Held",
@@ -27,6 +30,8 @@ __all__ = [
 ]
 
 ModelName = Literal["smollm2", "tiny"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+AxisOrder = Literal["NHD", "HND", "HND-transposed"]
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
@@ -34,6 +39,8 @@ class DemoOptions(msgspec.Struct, frozen=True):
 
     ``num_drafts``: of a round of speculative decoding; with them prefill also gives the first token, and
     hands over with drafts pending. ``tls``: encrypt tcp, by an authority made for this demo.
+    ``HND-transposed``: keys are stored transposed inside a block. ``allow_lossy``: values may be rounded
+    on the way; ``wire_format``: the form that they cross in.
     """
 
     transport: str = "shm"
@@ -47,6 +54,10 @@ class DemoOptions(msgspec.Struct, frozen=True):
     decode_block_size: int | None = None
     axis_order: str = "NHD"
     decode_axis_order: str | None = None
+    dtype: str = "float32"
+    decode_dtype: str | None = None
+    allow_lossy: bool = False
+    wire_format: str | None = None
     tp: int = 1
     decode_tp: int | None = None
     num_drafts: int = 0
@@ -58,7 +69,7 @@ class Job(msgspec.Struct, frozen=True):
     """The first line that a worker reads.
 
     ``splits``: ranks of the prefill and of the decode worker. ``address``: of a rank, with its number
-    for ``{rank}``.
+    for ``{rank}``. ``dtype`` is this worker's, ``conversions`` what both allow.
     """
 
     role: Literal["prefill", "decode", "alone"]
@@ -70,6 +81,10 @@ class Job(msgspec.Struct, frozen=True):
     limits: Limits
     block_size: int
     axis_order: str
+    dtype: str
+    decode_dtype: str
+    exactness: Exactness
+    conversions: Conversions | None
     splits: tuple[int, int]
     num_drafts: int = 0
     grammar: GrammarText | None = None
@@ -169,6 +184,8 @@ class DemoResult(msgspec.Struct, frozen=True):
     """What happened; the JSON object of ``kvferry demo --json``.
 
     ``accepted_drafts``: output tokens that were drafts which held, with ``num_drafts`` a round.
+    ``conversions``: what was done to values on the way; ``is_lossy``: some may have been rounded, so the
+    two continuations may differ.
     """
 
     model: str
@@ -191,3 +208,5 @@ class DemoResult(msgspec.Struct, frozen=True):
     timings: DemoTimings
     num_drafts: int = 0
     accepted_drafts: int = 0
+    conversions: list[str] = []
+    is_lossy: bool = False

@@ -32,10 +32,11 @@ from kvferry.demo.records import (
     WorkerEvent,
 )
 from kvferry.demo.stage import OnProgress, load_model, possible_tp
+from kvferry.demo.storage import check_storage, storage
 from kvferry.engines.grammar import OutputGrammar
 from kvferry.engines.reference import Model, chat_prompt, check_sampling
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
-from kvferry.state import Limits, SamplingParameters
+from kvferry.state import Exactness, Limits, SamplingParameters
 from kvferry.transport.security import Identity, Plain, Security
 
 __all__ = ["run_demo"]
@@ -104,6 +105,7 @@ def _check(options: DemoOptions) -> None:
         raise InputError(f"speculative: {options.num_drafts} is not from 0 to {MAX_DRAFTS} drafts a round")
     if options.num_drafts and options.max_tokens < 2:
         raise InputError("tokens: with drafts prefill gives the first token, so at least 2 are needed")
+    check_storage(options)
     if options.tls and options.transport != "tcp":
         raise InputError("tls: shared memory stays on the host and is not encrypted; take --transport tcp")
     if options.prompt is not None and not options.prompt.strip():
@@ -157,14 +159,17 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
     check_sampling(sampling, model.config.vocab_size)
     if options.grammar is not None:
         OutputGrammar(options.grammar, model.tokenizer, model.config.vocab_size)  # it says what is wrong
+    exactness, conversions = storage(options)
+    decode_dtype = options.decode_dtype or options.dtype
     jobs = {}
-    for role, block_size, axis_order in (
-        ("alone", options.block_size, options.axis_order),
-        ("prefill", options.block_size, options.axis_order),
+    for role, block_size, axis_order, dtype in (
+        ("alone", options.block_size, options.axis_order, options.dtype),
+        ("prefill", options.block_size, options.axis_order, options.dtype),
         (
             "decode",
             options.decode_block_size or options.block_size,
             options.decode_axis_order or options.axis_order,
+            decode_dtype,
         ),
     ):
         # The name holds this process's id, so that demos side by side do not meet.
@@ -181,6 +186,10 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
             limits=Limits(max_tokens_left=options.max_tokens),
             block_size=block_size,
             axis_order=axis_order,
+            dtype=dtype,
+            decode_dtype=decode_dtype,
+            exactness=exactness,
+            conversions=conversions,
             splits=_splits(options),
             num_drafts=options.num_drafts,
             grammar=options.grammar,
@@ -331,4 +340,6 @@ def _result(model: Model, job: Job, gave: Finished, made: Finished, alone: Finis
         timings=DemoTimings(*parts, sum(parts)),
         num_drafts=job.num_drafts,
         accepted_drafts=len(tokens) - gave.rounds - made.rounds,
+        conversions=list(record.conversions),
+        is_lossy=job.exactness is Exactness.BEST_EFFORT,
     )

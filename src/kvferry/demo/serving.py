@@ -17,6 +17,7 @@ from typing import Any, Self
 import msgspec
 
 from kvferry.demo.records import DemoOptions
+from kvferry.demo.storage import storage
 from kvferry.errors import DeadlineError, InputError, LocalError
 
 __all__ = ["Served", "serve_demo"]
@@ -47,6 +48,8 @@ def serve_demo(
     """
     if options.tp != 1 or options.decode_tp not in (None, 1):
         raise InputError("tp: the servers have one rank each")
+    if storage(options)[1] is not None or options.dtype != "float32":
+        raise InputError("dtype: the servers store float32, alike on both sides")
     ended = threading.Event()
     with _until_signal(ended), contextlib.ExitStack() as stack:
         workers = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from kvferry.demo.records import Job, ModelName
 from kvferry.engines.reference import Model, ReferenceEngine, load_smollm2, tiny_model
 from kvferry.layout import PoolLayout
-from kvferry.transfer import Pool
+from kvferry.state import Exactness
+from kvferry.transfer import DEFAULT_STAGING_NBYTES, Pool
 
 __all__ = [
     "CHUNK_TOKENS",
@@ -71,10 +73,11 @@ def make_engine(model: Model, job: Job, *, shared: bool) -> tuple[ReferenceEngin
                     kv_heads=kv_heads,
                     head_start=rank // copies * kv_heads,
                     head_dim=config.head_dim,
-                    dtype="float32",
+                    dtype=job.dtype,
                     block_size=job.block_size,
                     num_blocks=2 * -(-(tokens + job.num_drafts) // job.block_size) + 1,
-                    axis_order=job.axis_order,
+                    axis_order=job.axis_order.removesuffix("-transposed"),
+                    transposed_keys=job.axis_order.endswith("-transposed"),
                     name=name,
                 )
                 for name, layers in groups.items()
@@ -84,7 +87,9 @@ def make_engine(model: Model, job: Job, *, shared: bool) -> tuple[ReferenceEngin
         for rank in range(job.tp)
     ]
     pools = [
-        Pool.allocate(layout) if shared else Pool(np.zeros(layout.nbytes, np.uint8), layout)
+        Pool.allocate(layout, staging_nbytes=DEFAULT_STAGING_NBYTES if job.conversions else 0)
+        if shared
+        else Pool(np.zeros(layout.nbytes, np.uint8), layout)
         for layout in layouts
     ]
     memories = [pool.array for pool in pools]
@@ -127,11 +132,17 @@ def continue_to_end(
 
 
 def run_alone(model: Model, job: Job, on_progress: OnProgress) -> Continuation:
-    """Prefill and decode in this one process: what the handoff is compared with."""
+    """Prefill and decode in this one process: what the handoff is compared with.
+
+    Where decode stores in a wider dtype, so does this, from the same point on. Rounding is not repeated
+    here: a lossy handoff is compared with what it would have been without.
+    """
     engine, _ = make_engine(model, job, shared=False)
     engine.submit(REQUEST_ID, job.prompt_ids, job.sampling, job.limits, job.grammar)
     while not engine.prefill(REQUEST_ID):
         on_progress("alone", engine.request(REQUEST_ID).kv_tokens, len(job.prompt_ids), "")
+    if job.exactness is Exactness.TOKENS and job.decode_dtype != job.dtype:
+        engine = _stored_as(model, msgspec.structs.replace(job, dtype=job.decode_dtype), engine)
     alone = Continuation()
 
     def count(_: str, done: int, total: int, text: str) -> None:
@@ -139,3 +150,16 @@ def run_alone(model: Model, job: Job, on_progress: OnProgress) -> Continuation:
 
     continue_to_end(engine, alone, job.limits.max_tokens_left, count)
     return alone
+
+
+def _stored_as(model: Model, job: Job, engine: ReferenceEngine) -> ReferenceEngine:
+    """Another engine with the request as it is, its K and V read and stored anew in ``job.dtype``."""
+    state = engine.export_state(REQUEST_ID, Exactness.TOKENS)
+    other, _ = make_engine(model, job, shared=False)
+    tables = other.allocate(state.kv_tokens + 2)
+    for layer in range(model.config.layers):
+        keys, values = engine.pool.read(layer, engine.tables(REQUEST_ID)[0], state.kv_tokens)
+        other.pool.write(layer, tables[0], 0, keys.transpose(1, 0, 2), values.transpose(1, 0, 2))
+    tensors = tuple(msgspec.structs.replace(entry, dtype=job.dtype) for entry in state.tensors)
+    other.import_state(msgspec.structs.replace(state, tensors=tensors), tables)
+    return other

@@ -32,7 +32,6 @@ from kvferry.demo.stage import (
 from kvferry.engines.reference import ReferenceEngine
 from kvferry.errors import KVFerryError, LocalError
 from kvferry.layout import BlockTable
-from kvferry.state import Exactness
 from kvferry.transfer import Endpoint, GroupMove, RankGroup, read_bundle
 
 __all__ = ["main"]
@@ -83,6 +82,7 @@ def _run(job: Job) -> None:
                 requirements=engine.requirements(),
                 tls=job.security.identity,
                 plain=job.security.plain,
+                conversions=job.conversions,
             )
             endpoints.append(stack.enter_context(endpoint))
         for rank, endpoint in enumerate(endpoints):  # all transfer processes have been started by now
@@ -119,7 +119,7 @@ def _prefill(job: Job, engine: ReferenceEngine, group: RankGroup) -> None:
             _progress("prefill", engine.request(REQUEST_ID).kv_tokens, total, "")
         _draft(job, engine, made)
         prefilled = time.monotonic()
-        state = engine.export_state(REQUEST_ID, Exactness.BITS)
+        state = engine.export_state(REQUEST_ID, job.exactness)
         bundle = group.offer(state, tables, claims=job.peer_tp, lease_seconds=LEASE_SECONDS)
         emit(Held(base64.b64encode(bundle).decode()))
     else:
@@ -133,7 +133,7 @@ def _prefill(job: Job, engine: ReferenceEngine, group: RankGroup) -> None:
             _progress("prefill", engine.request(REQUEST_ID).kv_tokens, total, "")
         _draft(job, engine, made)
         prefilled = time.monotonic()
-        push.commit(engine.export_state(REQUEST_ID, Exactness.BITS))
+        push.commit(engine.export_state(REQUEST_ID, job.exactness))
     exported = time.monotonic()
     group.outcome(bundle).result(LEASE_SECONDS)
     engine.release(REQUEST_ID)

@@ -120,7 +120,12 @@ class PagedPool:
             dtype,
             buffer=memory.data,
             offset=tensor.offset,
-            strides=(tensor.block_stride, tensor.token_stride, tensor.head_stride, dtype.itemsize),
+            strides=(
+                tensor.block_stride,
+                tensor.token_stride,
+                tensor.head_stride,
+                tensor.dim_stride if tensor.is_split else dtype.itemsize,
+            ),
         )
 
 
