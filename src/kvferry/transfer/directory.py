@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
-from kvferry.errors import KVFerryError, LocalError, PeerError, TransportError
+from kvferry.errors import CapacityError, KVFerryError, LocalError, PeerError, TransportError
 from kvferry.protocol.messages import Party, TransferMessage
 from kvferry.protocol.ticket import Ticket
 from kvferry.transfer.calls import Timeouts
@@ -15,7 +16,20 @@ from kvferry.transport.base import Connection, Guard, Listener, Memory, Transpor
 from kvferry.transport.registry import transport_for
 from kvferry.transport.security import Security
 
-__all__ = ["Directory"]
+__all__ = ["Directory", "origin_of"]
+
+
+# Ranks of several workers on one host each have a connection to each rank here.
+MAX_CONNECTIONS_PER_PEER = 256
+
+_log = logging.getLogger(__name__)
+
+
+def origin_of(connection: Connection) -> str:
+    """Whose connection it is: the names of its certificate, else the host that it comes from."""
+    if connection.peer_names:
+        return ", ".join(connection.peer_names)
+    return connection.peer_address.partition("?")[0].rpartition(":")[0]
 
 
 class Directory:
@@ -42,6 +56,7 @@ class Directory:
         self._transports: dict[str, Transport] = {}
         self._listeners: list[Listener] = []
         self._peers: set[Peer] = set()
+        self._welcoming: dict[Connection, None] = {}
         self._by_address: dict[str, asyncio.Future[Peer]] = {}
         self._welcomes: set[asyncio.Task[None]] = set()
         #: What it took so far to make the pool known to transports.
@@ -134,10 +149,37 @@ class Directory:
         task.add_done_callback(self._welcomes.discard)
 
     async def _welcome(self, connection: Connection) -> None:
+        if (error := self._too_many(connection)) is not None:
+            _log.warning("%s", error)
+            connection.abort(error)
+            await connection.close()
+            return
+        self._welcoming[connection] = None
+        try:
+            await self._shake_hands(connection)
+        finally:
+            del self._welcoming[connection]
+
+    def _too_many(self, connection: Connection) -> KVFerryError | None:
+        """Why one peer may not have one more connection."""
+        origin = origin_of(connection)
+        here = [*self._welcoming, *(peer.connection for peer in self._peers)]
+        if sum(origin_of(other) == origin for other in here) < MAX_CONNECTIONS_PER_PEER:
+            return None
+        return CapacityError(
+            f"{origin} has {MAX_CONNECTIONS_PER_PEER} connections here, the most that one peer may have",
+            phase="handshake",
+            peer=connection.peer_address,
+            now_true="the new one was dropped",
+            next_step="look for what connects again and again, or does not close",
+        )
+
+    async def _shake_hands(self, connection: Connection) -> None:
         try:
             party = await welcome(connection, self._party, self._timeouts)
-        except KVFerryError:
-            return  # the peer was told why, or is gone; nothing is held for it
+        except KVFerryError as error:
+            _log.info("%s: dropped at the handshake: %s", connection.peer_address, error)
+            return  # it was told why, or is gone; nothing is held for it
         except asyncio.CancelledError:
             connection.abort(LocalError("this endpoint was closed"))
             raise

@@ -11,6 +11,7 @@ from kvferry.errors import CapacityError, KVFerryError, LocalError
 from kvferry.layout import PoolLayout
 from kvferry.protocol.table import Phase, Role
 from kvferry.transfer.calls import Outcome
+from kvferry.transfer.directory import origin_of
 from kvferry.transfer.lent import LentBlocks
 from kvferry.transfer.session import Session
 
@@ -43,6 +44,15 @@ class Ledger:
     def num_working(self) -> int:
         """Sessions that are more than held blocks."""
         return sum(session.machine.phase not in _HOLDING for session in self)
+
+    def num_working_with(self, origin: str) -> int:
+        """Those of them whose peer that is (``origin_of``)."""
+        return sum(
+            session.peer is not None
+            and session.machine.phase not in _HOLDING
+            and origin_of(session.peer.connection) == origin
+            for session in self
+        )
 
     def make_room(self, transfer: bytes, request_id: str) -> None:
         """Raise unless one more transfer, of this id, may begin."""

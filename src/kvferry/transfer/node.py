@@ -17,7 +17,7 @@ from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Ticket, open_ticket, seal_ticket
 from kvferry.transfer.calls import NodeConfig
 from kvferry.transfer.checks import before_move, before_visible
-from kvferry.transfer.directory import Directory
+from kvferry.transfer.directory import Directory, origin_of
 from kvferry.transfer.integrity import DigestTable
 from kvferry.transfer.lease import Grants
 from kvferry.transfer.ledger import Ledger
@@ -165,14 +165,23 @@ class Node:
             _check_claimed(claim.portions, self.config.layout, peer.party.layout)
             gives = session.role is Role.PREFILL
             check_form(self.party, peer.party, gives=gives, portions=claim.portions)
-            moving = self.ledger.num_working
-            if moving < self.config.max_moving:
+            busy = self._busy(peer)
+            if not busy:
                 session.claimed(peer, claim)
                 return
         except KVFerryError as error:
             peer.post(m.Abort(claim.transfer, error.with_context(phase="claim").to_record()))
             return
-        peer.post(m.Busy(claim.transfer, _BUSY_RETRY_MS, f"{moving} transfers are moving, the most allowed"))
+        peer.post(m.Busy(claim.transfer, _BUSY_RETRY_MS, busy))
+
+    def _busy(self, peer: Peer) -> str:
+        """Why one more transfer may not move now, or "". One peer leaves a quarter for the others."""
+        most, moving = self.config.max_moving, self.ledger.num_working
+        if moving >= most:
+            return f"{moving} transfers are moving, the most allowed"
+        share = max(1, most * 3 // 4)
+        of_peer = self.ledger.num_working_with(origin_of(peer.connection))
+        return f"{of_peer} transfers of yours are moving, the most for one peer" if of_peer >= share else ""
 
     def _no_hold(self, ticket: Ticket) -> KVFerryError:
         if ticket.transfer in self.ledger:

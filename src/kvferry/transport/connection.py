@@ -34,7 +34,7 @@ from kvferry.transport.control import Control, Signal, broken
 from kvferry.transport.copying import run_parts
 from kvferry.transport.greeting import Role
 from kvferry.transport.patience import Patience
-from kvferry.transport.serving import Handler, Served, Serving
+from kvferry.transport.serving import Handler, Served, Serving, Slots
 from kvferry.transport.table import Part, chunk_nbytes, split_copy
 from kvferry.transport.users import Users, forget_locals
 from kvferry.transport.wire import Operation
@@ -63,6 +63,7 @@ class SocketConnection(Connection):
         streams: int,
         open_channel: OpenChannel | None = None,
         tls: TlsStream | None = None,
+        slots: Slots | None = None,
     ) -> None:
         self.peer_address = peer_address
         self.memory = memory
@@ -78,7 +79,7 @@ class SocketConnection(Connection):
         self._opening: set[asyncio.Task[None]] = set()
         self._asking = Asking(self._request_channel, num_opening=1)
         self._serving = Serving(
-            Served(memory, guard, self._handlers()), peer_address, self._users, self._ended
+            Served(memory, guard, self._handlers(), slots or Slots()), peer_address, self._users, self._ended
         )
         self.control = Control(peer_address, self._on_signal, self._end, tls)
 

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from kvferry.errors import KVFerryError
 from kvferry.transport.base import Listener
@@ -16,8 +17,9 @@ __all__ = ["BACKLOG", "SocketListener"]
 
 BACKLOG = 128
 
-# More peers than this at once in their first five seconds: the oldest is dropped.
+# More peers than this at once in their first five seconds, of all hosts or of one: the oldest is dropped.
 MAX_GREETING = 256
+MAX_GREETING_PER_HOST = 64
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ class SocketListener(Listener):
         self.address = address
         self._sock = sock
         self._greet = greet
-        self._greeting: dict[asyncio.Task[bool], None] = {}
+        self._greeting: dict[asyncio.Task[bool], str] = {}
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     async def close(self) -> None:
@@ -45,17 +47,25 @@ class SocketListener(Listener):
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(self._sock)
+                sock, where = await loop.sock_accept(self._sock)
             except OSError as error:
                 # A peer that is gone already costs nothing; no descriptors left costs a second.
                 _log.warning("%s: cannot accept: %s", self.address, error)
                 await asyncio.sleep(0 if isinstance(error, ConnectionError) else 1.0)
                 continue
-            if len(self._greeting) >= MAX_GREETING:
-                next(iter(self._greeting)).cancel()
+            host = _host(where)
+            self._make_room(host)
             task = loop.create_task(self._welcome(sock))
-            self._greeting[task] = None
+            self._greeting[task] = host
             task.add_done_callback(partial(self._welcomed, sock))
+
+    def _make_room(self, host: str) -> None:
+        """Drop who has waited longest; of this host if it has its share, so that others stay."""
+        of_host = [task for task, other in self._greeting.items() if other == host]
+        waiting = of_host if len(of_host) >= MAX_GREETING_PER_HOST else list(self._greeting)
+        if len(of_host) >= MAX_GREETING_PER_HOST or len(waiting) >= MAX_GREETING:
+            waiting[0].cancel()
+            del self._greeting[waiting[0]]  # now: the next may come before it has ended
 
     async def _welcome(self, sock: socket.socket) -> bool:
         """Whether ``greet`` has taken the socket over."""
@@ -76,3 +86,8 @@ class SocketListener(Listener):
         self._greeting.pop(task, None)
         if task.cancelled() or not task.result():
             sock.close()
+
+
+def _host(where: Any) -> str:
+    """What a socket address says of the host; Unix sockets are all of this one."""
+    return str(where[0]) if isinstance(where, tuple) else ""

@@ -6,14 +6,21 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvferry.errors import KVFerryError, LocalError, PeerError, TransportError
+from kvferry.errors import (
+    CapacityError,
+    DeadlineError,
+    KVFerryError,
+    LocalError,
+    PeerError,
+    TransportError,
+)
 from kvferry.transport.address import MAX_STREAMS
 from kvferry.transport.base import CancelToken, Direction, Guard, Memory
 from kvferry.transport.channel import Channel
-from kvferry.transport.patience import Patience
+from kvferry.transport.patience import SLICE_SECONDS, Patience
 from kvferry.transport.users import Users, forget_locals
 from kvferry.transport.wire import (
     REQUEST,
@@ -26,7 +33,11 @@ from kvferry.transport.wire import (
     tables_nbytes,
 )
 
-__all__ = ["Handler", "Serving"]
+__all__ = ["Handler", "Serving", "Slots"]
+
+# Reads and writes of one peer that are served at once, over all of its connections: each may take
+# 16 MiB of tables and 4 MiB of staging. More wait, within the time that a request has.
+MAX_SERVED_PER_PEER = 32
 
 # From the first byte of a request to the end of its tables.
 REQUEST_SECONDS = 10.0
@@ -46,6 +57,32 @@ class Served:
     memory: Memory
     guard: Guard
     handlers: Mapping[Operation, Handler]
+    slots: Slots
+
+
+class Slots:
+    """Room for the requests of one peer."""
+
+    def __init__(self) -> None:
+        self._free = threading.BoundedSemaphore(MAX_SERVED_PER_PEER)
+
+    @contextlib.contextmanager
+    def one(self, patience: Patience) -> Iterator[None]:
+        """Hold a place while the block runs. Raises CapacityError where none comes free in time."""
+        while not self._free.acquire(timeout=SLICE_SECONDS):
+            try:
+                patience.check()
+            except DeadlineError as error:
+                raise CapacityError(
+                    f"{MAX_SERVED_PER_PEER} copies of this peer are served at once, the most allowed",
+                    phase="request",
+                    peer=patience.peer,
+                    next_step="ask again when others have ended",
+                ) from error
+        try:
+            yield
+        finally:
+            self._free.release()
 
 
 class Serving:
@@ -108,12 +145,19 @@ class Serving:
         channel.is_in_step = False
         patience = Patience(time.monotonic() + REQUEST_SECONDS, (self._ended,), self._peer, "request")
         head = channel.read(REQUEST.size, patience).tobytes()
-        try:
-            nbytes = tables_nbytes(head, self._peer)
-        except PeerError as error:  # how much follows is not known: the channel is of no more use
-            self._tell(channel, error)
-            channel.drain(DRAIN_SECONDS)
-            return
+        with contextlib.ExitStack() as stack:
+            try:
+                nbytes = tables_nbytes(head, self._peer)
+                if operation_of(head) is not Operation.LOOK:  # which takes no staging, and may last
+                    stack.enter_context(self._served.slots.one(patience))
+            except (PeerError, CapacityError) as error:  # the tables are not read: of no more use
+                self._tell(channel, error)
+                channel.drain(DRAIN_SECONDS)
+                return
+            self._serve_tables(channel, head, nbytes)
+
+    def _serve_tables(self, channel: Channel, head: bytes, nbytes: int) -> None:
+        patience = Patience(time.monotonic() + REQUEST_SECONDS, (self._ended,), self._peer, "request")
         tables = channel.read(nbytes, patience)
         operation = operation_of(head)
         # A reader has said all that it had to say: in step until its answer begins.

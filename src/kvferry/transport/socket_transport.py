@@ -30,6 +30,7 @@ from kvferry.transport.greeting import (
     write_greeting,
     wrong_kind,
 )
+from kvferry.transport.serving import Slots
 
 __all__ = ["SocketTransport", "given_up_on_failure", "unknown_token"]
 
@@ -39,7 +40,15 @@ class SocketTransport(Transport):
 
     def __init__(self, memory: Memory, guard: Guard) -> None:
         super().__init__(memory, guard)
+        self._slots: weakref.WeakValueDictionary[str, Slots] = weakref.WeakValueDictionary()
         self._accepted: weakref.WeakValueDictionary[bytes, SocketConnection] = weakref.WeakValueDictionary()
+
+    def slots_of(self, peer: str) -> Slots:
+        """What all connections of one peer share, as long as there is one."""
+        slots = self._slots.get(peer)
+        if slots is None:
+            slots = self._slots[peer] = Slots()
+        return slots
 
     @abstractmethod
     async def _say(self, sock: socket.socket) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -41,7 +42,7 @@ from kvferry.transport.greeting import (
 from kvferry.transport.listening import SocketListener
 from kvferry.transport.patience import Patience
 from kvferry.transport.security import Identity
-from kvferry.transport.serving import Handler
+from kvferry.transport.serving import Handler, Slots
 from kvferry.transport.socket_transport import SocketTransport, given_up_on_failure, unknown_token
 from kvferry.transport.table import Part
 from kvferry.transport.tcp_data import ask_read, ask_write, serve_read, serve_write
@@ -86,7 +87,11 @@ class TcpConnection(SocketConnection):
         streams: int,
         open_channel: OpenChannel | None = None,
         sealing: Sealing | None = None,
+        slots_of: Callable[[str], Slots] | None = None,
     ) -> None:
+        where = sock.getpeername()
+        # Who it is by certificate, else from where: however many connections that has.
+        peer = where[0] if sealing is None else ",".join(sealing.tls.peer_names)
         super().__init__(
             memory,
             guard,
@@ -94,9 +99,10 @@ class TcpConnection(SocketConnection):
             streams=streams,
             open_channel=open_channel,
             tls=None if sealing is None else sealing.tls,
+            slots=None if slots_of is None else slots_of(peer),
         )
         self.sealing = sealing
-        plain_path = "tcp" if stays_here(sock.getpeername()) else "tcp-plain"
+        plain_path = "tcp" if stays_here(where) else "tcp-plain"
         self.path = plain_path if sealing is None else "tcp-sealed"
         self.notes = congestion_notes(sock)
 
@@ -153,6 +159,7 @@ class TcpTransport(SocketTransport):
             streams=address.streams,
             open_channel=open_channel,
             sealing=sealing,
+            slots_of=self.slots_of,
         )
 
     async def listen(self, address: str, on_connection: OnConnection) -> Listener:
