@@ -176,6 +176,7 @@ def test_a_real_server_is_measured_and_its_profile_is_read(
         said = capsys.readouterr()
         assert status == 0, said.err
         server.wait_empty()
+    assert said.out.count("\n") == 1
     assert json.loads(said.out) == json.loads(out.read_text())
     made = json.loads(said.out)
     assert made["model"] == "tiny-7"
@@ -193,6 +194,7 @@ def test_a_real_server_is_measured_and_its_profile_is_read(
         ("ftp://h:1", "--prompt-tokens", "100"),
         ("http://h:99999", "--prompt-tokens", "100"),
         ("http://h:1",),
+        ("http://a\x01b:1", "--prompt-tokens", "100"),
         ("http://h:1", "--prompt-tokens", "5"),
         ("http://h:1", "--prompt-tokens", "x"),
         ("http://h:1", "--prompt-tokens", "100", "--rate", "nan"),

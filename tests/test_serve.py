@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import queue
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +15,13 @@ import pytest
 
 from conftest import wait_until
 from kvferry.cli import run
+from kvferry.serve import ServeOptions
+from kvferry.serve.ask import read_completion
+from kvferry.serve.batcher import Batcher
+from kvferry.serve.job import Event, Handed, Job, Token
+from kvferry.serve.roles import Roles
+from kvferry.serve.run import choose_model, make_engine
+from kvferry.transfer import Endpoint
 from serve_kit import COMMAND, GREEDY, PROMPT, SEEDED, Server, asked, text_of, text_of_stream
 
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -174,6 +184,31 @@ def test_a_dead_prefill_worker_is_an_error_at_decode_and_nothing_more(pair: tupl
         assert answer.json()["error"]["type"] in {"transport", "peer", "deadline"}
     decode.wait_empty()
     decode.complete(asked())
+
+
+def test_an_offer_whose_answer_nobody_read_is_taken_back() -> None:
+    """The client left as prefill answered: its blocks do not wait for the end of the lease."""
+    options = ServeOptions(kv="tcp://127.0.0.1:0", model="tiny", pool_tokens=1024, lease_seconds=600.0)
+    engine, pool = make_engine(choose_model("tiny"), options)
+    assert pool is not None
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with Endpoint.listen(options.kv, pool=pool, requirements=engine.requirements()) as endpoint:
+        roles = Roles(engine, endpoint, options)
+        batcher = Batcher(engine, roles, options)
+        batcher.start()
+        try:
+            body = json.dumps(asked(1) | {"kv_transfer_params": REMOTE}).encode()
+            job = Job(read_completion(body, engine.model), events.put, time.monotonic() + 60, 20)
+            batcher.submit(job)
+            assert isinstance(events.get(timeout=30), Handed)
+            assert isinstance(events.get(timeout=30), Token)
+            assert batcher.stats()["free_blocks"] < batcher.stats()["num_blocks"]
+            batcher.cancel(job)
+            wait_until(lambda: batcher.stats()["free_blocks"] == batcher.stats()["num_blocks"])
+        finally:
+            batcher.close()
+            roles.close()
+    pool.close()
 
 
 BAD = [

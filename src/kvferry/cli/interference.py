@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from cyclopts import Parameter
 
 from kvferry.cli.options import Whole
@@ -96,7 +97,7 @@ def interference(
         raise LocalError(
             f"the package {error.name!r} is missing", next_step="pip install 'kvferry[serve]'"
         ) from error
-    from kvferry.cli.interference_show import Bars, encode, show, write
+    from kvferry.cli.interference_show import Bars, show, write
 
     check_options(options)
     with Bars() as bars:
@@ -105,7 +106,7 @@ def interference(
     if out is not None:
         write(made, out)
     if as_json:
-        print(encode(made).decode())
+        print(msgspec.json.encode(made).decode())
     else:
         show(measured)
 

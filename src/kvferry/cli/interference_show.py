@@ -17,7 +17,7 @@ from kvferry.interference import Measured
 from kvferry.plan.compute import PrefillTable
 from kvferry.units import format_seconds
 
-__all__ = ["Bars", "encode", "show", "write"]
+__all__ = ["Bars", "show", "write"]
 
 _STAGES = {
     "check": "is the server fit for it",
@@ -59,15 +59,10 @@ class Bars:
         self._bars.update(self._tasks[stage], completed=done, total=total)
 
 
-def encode(made: dict[str, Any]) -> bytes:
-    """The profile file."""
-    return msgspec.json.format(msgspec.json.encode(made), indent=2)
-
-
 def write(made: dict[str, Any], out: Path) -> None:
     """To a file. Raises InputError naming it."""
     try:
-        out.write_bytes(encode(made) + b"\n")
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
     except OSError as error:
         raise InputError(f"out: {out}: {error.strerror or error}") from error
 

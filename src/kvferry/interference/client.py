@@ -121,6 +121,8 @@ class Client:
             answer = await self._http.get(f"{self._base}/v1/models", timeout=self._seconds())
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
+        except httpx.InvalidURL as error:
+            raise InputError(f"url: {self._base!r}: {error}") from error
         try:
             models = msgspec.json.decode(answer.content)["data"]
             named = [model for model in models if self.model in ("", model["id"])]

@@ -264,6 +264,8 @@ class Batcher:
         elif phase is Phase.ARRIVING:
             assert self._roles is not None
             self._roles.give_up(job, LocalError("the client went away"))
+        elif phase is Phase.ENDED and self._roles is not None:
+            self._roles.nobody_asks(job)
 
     def _let_go(self, job: Job) -> None:
         if job.ask.handoff is not None and self._roles is not None:

@@ -33,6 +33,7 @@ class Giving:
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
         self._pushes: dict[str, _Pusher] = {}
+        self._offers: dict[Job, bytes] = {}
 
     def start(self, job: Job) -> None:
         """Take the prompt in; with decode's ticket the push begins at once, beside the computation."""
@@ -83,6 +84,7 @@ class Giving:
             ticket = self._roles.endpoint.offer(
                 state, engine.tables(job.request_id), lease_seconds=self._roles.options.lease_seconds
             )
+            self._offers[job] = ticket
             batcher.when_done(self._roles.endpoint.outcome(ticket), partial(self._ended, job))
         else:
             assert handoff.ticket is not None
@@ -96,6 +98,11 @@ class Giving:
             self._roles.batcher.release(job)
         else:
             pusher.add(error)
+
+    def nobody_asks(self, job: Job) -> None:
+        """Its answer was never read: take the offer back, unless decode has it all the same."""
+        if (ticket := self._offers.get(job)) is not None:
+            self._roles.endpoint.cancel(ticket, "the client went away", unclaimed_only=True)
 
     def close(self) -> None:
         """The engine's thread has ended: no push gets another part."""
@@ -121,6 +128,7 @@ class Giving:
     def _ended(self, job: Job, outcome: Future[object]) -> None:
         """The blocks are ours again."""
         self._pushes.pop(job.request_id, None)
+        self._offers.pop(job, None)
         if (error := outcome.exception()) is not None:
             _log.warning("request %s was not handed over: %s", job.request_id, error)
             if job.phase is Phase.PREFILL:

@@ -15,17 +15,22 @@ from kvferry.errors import InputError
 __all__ = ["DONE", "MAX_BODY_NBYTES", "bounded_body", "json_response", "sse", "until_gone"]
 
 MAX_BODY_NBYTES = 16 << 20
+BODY_SECONDS = 60.0
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
 
 
 async def bounded_body(request: Request) -> bytes:
-    """The body. Raises InputError beyond the limit, ClientDisconnect."""
+    """The body. Raises InputError beyond the limits of size and time, ClientDisconnect."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_NBYTES:
-            raise InputError(f"body: more than {MAX_BODY_NBYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_NBYTES:
+                    raise InputError(f"body: more than {MAX_BODY_NBYTES} bytes")
+    except TimeoutError:
+        raise InputError(f"body: not whole after {BODY_SECONDS:.0f} s") from None
     return bytes(body)
 
 

@@ -64,6 +64,10 @@ class Roles:
         else:
             self._taking.give_up(job, error)
 
+    def nobody_asks(self, job: Job) -> None:
+        """Its answer was never read: what it offers will not be fetched."""
+        self._giving.nobody_asks(job)
+
     def close(self) -> None:
         """After the engine's thread has ended."""
         self._giving.close()
