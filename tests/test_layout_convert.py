@@ -425,7 +425,9 @@ def test_a_state_slot_too_large_for_a_window_is_cut_by_heads() -> None:
 
 
 def test_a_wire_format_that_is_none_is_refused() -> None:
-    """Also when it comes from a peer."""
+    """Also when it comes from a peer; one that is known may be given by its name."""
+    assert Conversions(wire="int8") == Conversions(wire=WireFormat.INT8)  # type: ignore[arg-type]
+    assert type(Conversions(wire="int8").wire) is WireFormat  # type: ignore[arg-type]
     with pytest.raises(InputError, match="wire: 'int4' is not one of float8_e4m3fn, int8"):
         Conversions(wire="int4")  # type: ignore[arg-type]
     with pytest.raises(msgspec.ValidationError):

@@ -90,8 +90,10 @@ class Conversions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wire: WireFormat | None = None
 
     def __post_init__(self) -> None:
-        if self.wire is not None and not isinstance(self.wire, WireFormat):
+        if self.wire is not None and self.wire not in list(WireFormat):
             raise InputError(f"wire: {self.wire!r} is not one of {', '.join(WireFormat)}")
+        if self.wire is not None:  # its name will do
+            msgspec.structs.force_setattr(self, "wire", WireFormat(self.wire))
 
 
 @dataclass(frozen=True, slots=True)

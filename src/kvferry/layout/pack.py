@@ -21,6 +21,9 @@ __all__ = ["numpy_dtype", "pack", "unpack"]
 
 Bytes = NDArray[np.uint8]
 Rows = NDArray[Any]
+# A float of two bytes without its sign, and the bits of infinity.
+_SIGNLESS = np.uint16(0x7FFF)
+_INFINITY = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 _ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -42,8 +45,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def pack(wire: WireTensor, segment: Segment, side: Side, memory: Bytes, into: Bytes) -> None:
     """Write a segment's scales and values, ``segment.nbytes`` bytes, into ``into``.
 
-    ``side`` and ``memory`` are prefill's. Raises IncompatibleError where a
-    value has no place in the other dtype; ``into`` may then hold anything.
+    ``side`` and ``memory`` are prefill's. Raises IncompatibleError where a value has no place in the
+    other dtype; ``into`` may then hold anything.
     """
     group, table = side[0].groups[wire.src_group], side[1][wire.src_group]
     ids = held_blocks("source", group, table, (segment.first, segment.stop)).ids
@@ -56,12 +59,13 @@ def pack(wire: WireTensor, segment: Segment, side: Side, memory: Bytes, into: By
     if not wire.conversion.scaled:
         target[:] = _narrowed(rows, target.dtype, wire)
         return
-    _check_room(rows, wire)
+    steps = rows.astype(np.float32)
+    largest = np.abs(steps).max(axis=2)
+    _check_scalable(largest, wire)
     starts = np.maximum(np.arange(segment.scales) * group.entries_per_block - first, 0)
-    scale = _scales(rows, starts, wire)
+    scale = _scales(np.maximum.reduceat(largest, starts, axis=0), wire)
     scales.view(np.float32).reshape(scale.shape)[:] = scale
-    counts = np.diff(starts, append=len(rows))
-    steps = rows.astype(np.float32) / np.repeat(scale, counts, axis=0)[..., None]
+    steps /= np.repeat(scale, np.diff(starts, append=len(rows)), axis=0)[..., None]
     target[:] = np.clip(np.rint(steps), -127, 127) if target.dtype == np.int8 else steps
 
 
@@ -87,10 +91,23 @@ def _unscaled(wire: WireTensor, segment: Segment, rows: Rows, scales: Bytes) -> 
     counts = np.diff(np.maximum(starts, segment.first), append=segment.stop)
     scale = np.repeat(scales.view(np.float32).reshape(segment.scales, -1), counts, axis=0)[..., None]
     largest = _largest(wire.dst.dtype)
+    if wire.conversion.wire == WireFormat.FP8:
+        unscaled = _fp8_values().take(rows.view(np.uint8))
+    else:
+        unscaled = rows.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # a damaged scale is found by its digest
+        unscaled *= scale
     # Rounding up may lead beyond the dtype's end, where no value was: bringing it back makes it better.
-    with np.errstate(over="ignore"):
-        unscaled: Rows = rows.astype(np.float32) * scale
-    return np.clip(unscaled, -largest, largest)
+    return np.clip(unscaled, -largest, largest, out=unscaled)
+
+
+@lru_cache(maxsize=1)
+def _fp8_values() -> NDArray[np.float32]:
+    """Each of the 256 values of float8 e4m3: looking them up is three times as fast as casting."""
+    values: NDArray[np.float32] = (
+        np.arange(256, dtype=np.uint8).view(numpy_dtype(WireFormat.FP8)).astype(np.float32)
+    )
+    return values
 
 
 def _view(tensor: TensorLayout, group: GroupLayout, memory: Bytes) -> Rows:
@@ -121,10 +138,8 @@ def _store(view: Rows, ids: NDArray[np.int64], first: int, rows: Rows) -> None:
         view[ids[whole], :tail] = rows[whole * entries :]
 
 
-def _scales(rows: Rows, starts: NDArray[np.int64], wire: WireTensor) -> NDArray[np.float32]:
-    """One scale for each (block, head), float32."""
-    by_row = np.abs(rows).max(axis=2).astype(np.float32)
-    largest: NDArray[np.float32] = np.maximum.reduceat(by_row, starts, axis=0)
+def _scales(largest: NDArray[np.float32], wire: WireTensor) -> NDArray[np.float32]:
+    """The scale of each (block, head) with that largest magnitude, float32."""
     wanted: NDArray[np.float32] = np.maximum(
         largest / np.float32(LARGEST[WireFormat(wire.conversion.wire)]), np.float32(LEAST_SCALE)
     )
@@ -143,19 +158,24 @@ def _narrowed(rows: Rows, dtype: np.dtype[Any], wire: WireTensor) -> Rows:
         return rows
     with np.errstate(over="ignore"):
         narrow: Rows = rows.astype(dtype)
-    if np.isinf(narrow).any():
-        _check_room(rows[np.isinf(narrow)], wire, may_be_infinite=True)
+    infinite = (narrow.view(np.uint16) & _SIGNLESS) == _INFINITY[dtype.name]  # isinf takes six times as long
+    if infinite.any():
+        before = rows[infinite].astype(np.float32)
+        if (finite := before[np.isfinite(before)]).size:
+            raise _beyond(np.abs(finite).max(), wire)
     return narrow
 
 
-def _check_room(rows: Rows, wire: WireTensor, *, may_be_infinite: bool = False) -> None:
-    """Raise IncompatibleError for a value that the destination's dtype cannot hold."""
-    finite = rows[np.isfinite(rows)]
-    if finite.size < rows.size and not may_be_infinite:
+def _check_scalable(largest: NDArray[np.float32], wire: WireTensor) -> None:
+    """Raise IncompatibleError for magnitudes that have no scale, or that decode cannot store."""
+    if not np.isfinite(largest).all():
         raise _no_place(f"a value that is not finite has no place in {wire.conversion.wire}", wire)
-    largest = np.abs(finite).max().astype(np.float64) if finite.size else 0.0
-    if largest > _largest(wire.dst.dtype) or (may_be_infinite and finite.size):
-        raise _no_place(f"{largest:.6g} is beyond what {wire.dst.dtype} holds", wire)
+    if largest.max() > _largest(wire.dst.dtype):
+        raise _beyond(largest.max(), wire)
+
+
+def _beyond(value: np.floating[Any], wire: WireTensor) -> IncompatibleError:
+    return _no_place(f"{float(value):.6g} is beyond what {wire.dst.dtype} holds", wire)
 
 
 @lru_cache(maxsize=8)
