@@ -80,6 +80,7 @@ class Agent:
         self._max_bytes = max_bytes
         self._data = data
         self._security = security
+        self._process = True
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker: Worker | None = None
@@ -98,6 +99,7 @@ class Agent:
         data: tuple[str, ...] = (),
         tls: Identity | None = None,
         plain: Plain | None = None,
+        process: bool = True,
     ) -> Agent:
         """Answer coordinators at ``scheme://...`` until ``close``.
 
@@ -109,12 +111,14 @@ class Agent:
             tls: who this agent is, to encrypt tcp with; needed off loopback.
             plain: where it may send in plain; by default on loopback, and anywhere if ``address`` says
                 ``?plain=yes``.
+            process: run a probe's endpoint in a process of its own, as production does, or in threads.
 
         Raises InputError, TransportError; nothing is held after either.
         """
         check_reachable(address)
         security = Security(tls, plain_of(address, plain))
         agent = cls(name or socket.gethostname(), zone, max_bytes, data, security)
+        agent._process = process
         transport = transport_for(address)
         if (why := transport.unavailable()) is not None:
             raise LocalError(f"{transport.scheme} does not work here: {why}")
@@ -212,7 +216,15 @@ class Agent:
         self._opening = call.coordinator
         try:
             addresses = data_addresses(self.address, call.transports, self._data, tls=call.tls, via=call.via)
-            make = partial(Worker, self.name, call, addresses, self._max_bytes, self._security)
+            make = partial(
+                Worker,
+                self.name,
+                call,
+                addresses,
+                self._max_bytes,
+                self._security,
+                process=self._process,
+            )
             self._worker = await asyncio.get_running_loop().run_in_executor(threads, make)
         except BaseException:
             self._opening = ""

@@ -68,6 +68,7 @@ class ProbeNode:
         *,
         integrity: bool = True,
         security: Security = HOST_ONLY,
+        process: bool = True,
     ) -> None:
         started = time.perf_counter()
         self.pool = Pool.allocate(room.layout())
@@ -80,6 +81,7 @@ class ProbeNode:
                 timeouts=TIMEOUTS,
                 tls=security.identity,
                 plain=security.plain,
+                process=process,
             )
         except BaseException:
             self.pool.close()

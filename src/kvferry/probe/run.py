@@ -145,12 +145,24 @@ class _Run:
 
     async def _open(self, seconds: float, *, tls: bool) -> None:
         """At every node that is there; one that cannot is left out, as long as a pair is left."""
+        by_host: dict[str, list[Site]] = {}
+        for site in self._sites:
+            if site.error is None:
+                by_host.setdefault(site.about.host_id or site.address, []).append(site)
+        await asyncio.gather(*(self._open_host(sites, seconds, tls=tls) for sites in by_host.values()))
+        alive = [site for site in self._sites if site.error is None]
+        if len(alive) < 2:
+            lost = next(site.error for site in self._sites if site.error is not None)
+            raise lost
+        self._connected.clear()  # each pass has endpoints of its own
+
+    async def _open_host(self, sites: Sequence[Site], seconds: float, *, tls: bool) -> None:
+        """One after the other, so that registration is not measured beside another one's start."""
         plan = self._plan
         room = Room.of(self._payloads, slots=max(1, plan.incast))
-        alive = [site for site in self._sites if site.error is None]
-        opened = await asyncio.gather(
-            *(
-                site.open(
+        for site in sites:
+            try:
+                await site.open(
                     max(0.0, seconds) + GRACE_SECONDS,
                     room=room,
                     transports=plan.transports,
@@ -158,19 +170,8 @@ class _Run:
                     tls=tls,
                     via=plan.via,
                 )
-                for site in alive
-            ),
-            return_exceptions=True,
-        )
-        for site, error in zip(alive, opened, strict=True):
-            if isinstance(error, KVFerryError):
+            except KVFerryError as error:
                 site.error = site.error or error  # it is of no use to this probe
-            elif isinstance(error, BaseException):
-                raise error
-        errors = [error for error in opened if isinstance(error, KVFerryError)]
-        if errors and len(alive) - len(errors) < 2:
-            raise errors[0]  # no pair is left
-        self._connected.clear()  # each pass has endpoints of its own
 
     async def _shut(self) -> None:
         """The end of a pass."""

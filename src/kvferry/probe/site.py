@@ -29,9 +29,10 @@ from kvferry.transport.security import Identity, Security
 
 __all__ = ["CONNECT_SECONDS", "OPEN_SECONDS", "AgentSite", "LocalSite", "Site"]
 
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 15.0
 OPEN_SECONDS = 30.0
-PING_SECONDS, SILENT_SECONDS = 1.0, 8.0
+# Patient: nodes under probe are busy, and some are busy with other work beside.
+PING_SECONDS, SILENT_SECONDS = 1.0, 15.0
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -103,7 +104,7 @@ class AgentSite(Site):
         self._waiting[number] = future
         try:
             async with asyncio.timeout(limit_seconds):
-                await self._connection.send(_encoder.encode(kind(number, **fields)))
+                await self._send(kind(number, **fields))
                 return await future
         except TimeoutError:
             self._give_up(
@@ -116,9 +117,6 @@ class AgentSite(Site):
             )
             assert self.error is not None
             raise self.error from None
-        except TransportError as error:
-            self._give_up(error)
-            raise
         finally:
             self._waiting.pop(number, None)
 
@@ -131,6 +129,13 @@ class AgentSite(Site):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._connection.close()
+
+    async def _send(self, call: w.Call) -> None:
+        try:
+            await self._connection.send(_encoder.encode(call))
+        except TransportError as error:
+            self._give_up(error)
+            raise
 
     async def _read_all(self) -> None:
         try:
@@ -157,7 +162,7 @@ class AgentSite(Site):
         """An agent answers a ping whatever else it does: one that is silent for long is frozen or cut off."""
         with contextlib.suppress(KVFerryError):  # broken: the reader tells
             while self.error is None:
-                await self._connection.send(_encoder.encode(w.PingCall(0)))
+                await self._send(w.PingCall(0))
                 await asyncio.sleep(PING_SECONDS)
                 if time.monotonic() - self._heard > SILENT_SECONDS:
                     self._give_up(

@@ -35,6 +35,8 @@ class Worker:
         addresses: Sequence[str],
         max_bytes: int,
         security: Security = HOST_ONLY,
+        *,
+        process: bool = True,
     ) -> None:
         if call.room.nbytes > max_bytes:
             raise CapacityError(
@@ -47,7 +49,9 @@ class Worker:
         self.deadline = time.monotonic() + call.seconds
         self.rates = Rates()
         self.errors: deque[str] = deque(maxlen=_KEPT_ERRORS)
-        self._node = ProbeNode(name, call.room, addresses, integrity=call.integrity, security=security)
+        self._node = ProbeNode(
+            name, call.room, addresses, integrity=call.integrity, security=security, process=process
+        )
         self.opened = w.Opened(self._node.endpoint.addresses, self._node.registration, self._node.seed)
         self._handlers: dict[type[Any], Callable[[Any], Any]] = {
             w.HoldCall: self._hold,
