@@ -20,7 +20,7 @@ from kvferry.engines.record import Cache, replay_of, request_of, state_of
 from kvferry.engines.request import Request, StepOutput, resolve_limits, resolve_sampling
 from kvferry.engines.sampler import TokenSampler
 from kvferry.engines.text import NoTokenizer, OutputText, Tokenizer
-from kvferry.errors import InputError, LocalError
+from kvferry.errors import IncompatibleError, InputError, LocalError
 from kvferry.state import (
     Exactness,
     ExecutionState,
@@ -136,7 +136,10 @@ class LocalEngine(EngineAdapter):
         self._check_free(state.request_id)
         self._check_callers(tables)
         ids, border = unpack_ids(state.tokens.ids), state.tokens.prompt_tokens
-        sampler = self._make_sampler(state.sampling, ids[:border], ids[border:], state.rng)
+        try:
+            sampler = self._make_sampler(state.sampling, ids[:border], ids[border:], state.rng)
+        except InputError as error:  # nobody gave it here
+            raise IncompatibleError(f"sampling: {error.message}", request_id=state.request_id) from error
         kinds = self.requirements().grammar_kinds
         grammar = replayed_grammar(state, kinds, self.tokenizer, self.vocab_size)
         request = request_of(state, sampler, self.tokenizer, grammar=grammar)
