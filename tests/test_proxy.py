@@ -127,6 +127,66 @@ def test_a_client_that_leaves_frees_both_workers(workers: tuple[Server, Server],
 
 
 @contextlib.contextmanager
+def stub(answers: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A worker of another engine: its URL, and the bodies that it was sent. It gives the answers in turn."""
+    asked_for: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked_for.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            content = json.dumps(answers[len(asked_for) - 1]).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked_for
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_another_engine_is_asked_by_the_contract_and_no_more() -> None:
+    """The keys of docs/proxy.md to prefill, prefill's object unchanged to decode, its token not given out;
+    a prompt that prefill would not hand over is computed by decode, and the answer says why."""
+    given = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "kvferry_ticket": "abc",
+        "own": {"x": [1, None]},
+    }
+    refused = {"do_remote_prefill": False, "do_remote_decode": False, "kvferry_refused": "it uses a LoRA"}
+    first = {"choices": [{"index": 0, "text": "A", "finish_reason": "length"}], "usage": {"prompt_tokens": 3}}
+    whole = {"choices": [{"index": 0, "text": "Bcd", "finish_reason": "stop"}], "id": "x"}
+    body = {"prompt": "abc", "max_tokens": 7, "min_tokens": 2, "guided_choice": ["a"], "stop": ["z"]}
+    with (
+        stub([first | {"kv_transfer_params": given}, first | {"kv_transfer_params": refused}, first]) as p,
+        stub([whole] * 3) as d,
+        proxy("--prefill", p[0], "--decode", d[0]) as front,
+    ):
+        said = [front.post(body) for _ in range(3)]
+    assert [text_of(answer.json()) for answer in said] == ["Bcd"] * 3
+    assert said[0].headers["x-kvferry-way"] == "handoff"
+    assert (
+        said[0].headers["x-kvferry-first-token"] == "decode; prefill does not hand over after its first token"
+    )
+    assert said[1].headers["x-kvferry-way"] == "alone; it uses a LoRA"
+    assert said[2].headers["x-kvferry-way"] == "alone; prefill gave no ticket"
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "kvferry_first_token": "emit"}
+    assert p[1][0] == body | {"max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": params}
+    assert d[1] == [body | {"kv_transfer_params": given}, body, body]
+
+
+@contextlib.contextmanager
 def relay(target: Server, before_answer: Any) -> Iterator[str]:
     """A prefill worker's address whose answers come after ``before_answer()``: to let it die in between."""
 
