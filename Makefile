@@ -56,7 +56,9 @@ $(ENGINES)/installed: pyproject.toml
 
 test-engines: export OPENBLAS_NUM_THREADS = 1
 test-engines: $(ENGINES)/installed
-	$(ENGINES)/bin/python -m pytest -n 2 tests/test_engine_*.py
+	@mkdir -p build && rm -f build/engines.jsonl
+	KVFERRY_ENGINE_RESULTS=build/engines.jsonl $(ENGINES)/bin/python -m pytest -n 2 --dist loadscope tests/test_engine_*.py
+	$(ENGINES)/bin/python docs/make_engines.py build/engines.jsonl --check
 
 # The KV connector inside real vLLM on the CPU, in a venv of its own: 3.5 GB, 475 MB of them downloads.
 VLLM := .venv-vllm

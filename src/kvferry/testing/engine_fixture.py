@@ -17,11 +17,9 @@ from kvferry.layout import Role
 from kvferry.state import Limits, SamplingParameters
 from kvferry.testing.engine_host import EngineHost, Steps, load_factory
 from kvferry.testing.engine_peer import PeerProcess
+from kvferry.testing.engine_results import RESULTS, Result
 
-__all__ = ["RESULTS", "EngineFixture", "Result"]
-
-RESULTS = "KVFERRY_ENGINE_RESULTS"
-"""Environment variable: a file that takes one JSON line for each continuation that was exact."""
+__all__ = ["EngineFixture"]
 
 _peers: dict[str, PeerProcess] = {}
 
@@ -30,18 +28,6 @@ _peers: dict[str, PeerProcess] = {}
 def _close_peers() -> None:
     for peer in _peers.values():
         peer.close()
-
-
-class Result(msgspec.Struct, frozen=True):
-    """One row for a table of what was shown."""
-
-    engine: str
-    model: str
-    dtype: str
-    sampling: str
-    borders: list[int]
-    moves: str
-    nbytes: int
 
 
 class EngineFixture:

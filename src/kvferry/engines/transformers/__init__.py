@@ -12,7 +12,14 @@ except ImportError as error:
     ) from error
 
 from kvferry.engines.transformers.engine import TransformersEngine
+from kvferry.engines.transformers.generation import from_generation_config
 from kvferry.engines.transformers.model import Identity, TransformersModel
 from kvferry.engines.transformers.sampler import TorchSampler
 
-__all__ = ["Identity", "TorchSampler", "TransformersEngine", "TransformersModel"]
+__all__ = [
+    "Identity",
+    "TorchSampler",
+    "TransformersEngine",
+    "TransformersModel",
+    "from_generation_config",
+]
