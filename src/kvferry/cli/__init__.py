@@ -35,6 +35,7 @@ kvferry moves a request's KV cache and execution state from a prefill worker to 
 # when their verb (or the list of verbs) is asked for, so `kvferry --version` stays fast.
 VERBS = (
     "size",
+    "doctor",
     "agent",
     "probe",
     "link",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvferry.errors import KVFerryError
 from kvferry.probe.words import TransportFact
+from kvferry.transport.memory import HUGE_NBYTES, create_shared
 from kvferry.transport.registry import known_schemes, transport_for
 
 __all__ = ["host_facts", "host_id", "read_text", "software", "transport_facts"]
@@ -41,6 +42,13 @@ def host_facts(address: str = "") -> dict[str, str]:
         "memory_bytes": str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         "thp_shmem": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         "thp": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "huge_pages": _huge_pages(),
+        "memory_available_bytes": _available(),
+        "process_vm_readv": _reads_processes(),
+        "cubic": _has_cubic(),
+        "tcp_rmem": " ".join(read_text("/proc/sys/net/ipv4/tcp_rmem").split()),
+        "tcp_wmem": " ".join(read_text("/proc/sys/net/ipv4/tcp_wmem").split()),
+        "rdma_devices": _names("/sys/class/infiniband"),
         "open_files": _limit(resource.RLIMIT_NOFILE),
         "locked_memory": _limit(resource.RLIMIT_MEMLOCK),
         "congestion_control": read_text("/proc/sys/net/ipv4/tcp_congestion_control"),
@@ -96,6 +104,54 @@ def _chosen(path: str) -> str:
     """``always [madvise] never`` -> ``madvise``."""
     text = read_text(path)
     return text.partition("[")[2].partition("]")[0]
+
+
+def _names(folder: str) -> str:
+    try:
+        return " ".join(sorted(os.listdir(folder)))[:1024]
+    except OSError:
+        return ""
+
+
+def _huge_pages() -> str:
+    """Whether a small pool in shared memory gets huge pages: made, looked at, and given back."""
+    try:
+        memory = create_shared(2 * HUGE_NBYTES)
+    except KVFerryError:
+        return ""
+    try:
+        for line in read_text("/proc/self/smaps_rollup").splitlines():
+            if line.startswith("ShmemPmdMapped:"):
+                return "no" if line.split()[1] == "0" else "yes"
+    finally:
+        memory.close()
+    return ""
+
+
+def _available() -> str:
+    """Bytes that this process may still take: of the machine, or of its control group where that is less."""
+    lines = read_text("/proc/meminfo").splitlines()
+    found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    limit, used = read_text("/sys/fs/cgroup/memory.max"), read_text("/sys/fs/cgroup/memory.current")
+    if limit.isdigit() and used.isdigit():
+        found.append(max(0, int(limit) - int(used)))
+    return str(min(found)) if found else ""
+
+
+def _reads_processes() -> str:
+    """Whether a process may read another that is not its child: what the cma path of shm needs."""
+    if os.geteuid() == 0 or read_text("/proc/sys/kernel/yama/ptrace_scope") in ("", "0"):
+        return "yes"
+    return "no"
+
+
+def _has_cubic() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+        except OSError:
+            return "no"
+    return "yes"
 
 
 def _limit(which: int) -> str:

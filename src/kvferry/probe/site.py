@@ -191,9 +191,10 @@ class AgentSite(Site):
 class LocalSite(Site):
     """A node of this process: the same calls, in threads."""
 
-    def __init__(self, name: str, max_bytes: int, tls: Identity | None = None) -> None:
+    def __init__(self, name: str, max_bytes: int, tls: Identity | None = None, *, peer: str = "") -> None:
+        """``peer``: the address, as a person gave it, of the agent that this node will talk to."""
         self._max_bytes = max_bytes
-        self._security = Security(tls)
+        self._security = Security(tls, plain_of(peer, None))
         self._ids = itertools.count(1)
         self._worker: Worker | None = None
         self._threads = ThreadPoolExecutor(4, thread_name_prefix=f"kvferry-{name}")

@@ -25,6 +25,7 @@ from kvferry.errors import CapacityError, InputError, LocalError, PeerError
 from kvferry.transport.base import Memory
 
 __all__ = [
+    "HUGE_NBYTES",
     "address_of",
     "attach_shared",
     "check_peer_memory",

@@ -1,0 +1,216 @@
+"""Does a profile fitted from payloads up to 64 MiB predict handoffs of 4 KiB to 512 MiB? On shaped links.
+
+    python bench/prediction.py [--rates 100M 1G 4G] [--seconds 120] [--largest 512MiB] [--json FILE]
+
+Two agents in network namespaces, joined by veth with a token bucket (root, iproute2). For each rate the
+pair is probed as `kvferry probe` does it; then whole handoffs of other sizes and block sizes are
+made, in turns, and compared with what the profile said. Errors are measured over predicted less one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime as dt
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from kvferry.errors import NoPlanError
+from kvferry.link import Conditions, LinkFit, Mode
+from kvferry.probe import AgentSite, Payload, ProbePlan, Room, close_all, probe_sites
+from kvferry.probe.sweep import Flow
+from kvferry.testing.namespaces import Namespaces, why_no_namespaces
+from kvferry.units import format_bytes, format_seconds, parse_bytes, parse_rate
+
+PROBED = Payload(64 << 20, 32 << 10)
+SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB to 256 MiB, and the largest
+P95_COPIES, MOST_COPIES, FEWEST_COPIES = 20, 60, 5
+
+
+def wanted(largest: int) -> list[Payload]:
+    """Handoffs to predict: other sizes than were probed for the most part, and other block sizes."""
+    sizes = [size for size in SIZES if size < largest] + [largest]
+    large = [Payload(size, min(32 << 10, size // 2)) for size in sizes]
+    return large + [Payload(size, 8 << 10) for size in (512 << 10, 8 << 20, 32 << 20) if size <= largest]
+
+
+async def measure(addresses: Sequence[str], mode: Mode, seconds: float, largest: int) -> list[dict[str, Any]]:
+    """Probe the pair, then compare: one row a handoff shape."""
+    sites = [await AgentSite.connect(address) for address in addresses]
+    plan = ProbePlan(
+        largest=PROBED, transports=("tcp",), modes=(mode,), ways=(0,), seconds=seconds, repeats=100
+    )
+    result = await probe_sites(sites, plan, lambda _: None)
+    (pair,) = result.links.pairs
+    fit = pair.fit(mode)
+    payloads = wanted(largest)
+    sites = [await AgentSite.connect(address) for address in addresses]
+    try:
+        room = Room.of(payloads)
+        for site in sites:
+            await site.open(4 * seconds + 600, room=room, transports=("tcp",), integrity=True)
+        flow = Flow(sites[0], sites[1], mode, "tcp", Conditions(mode=mode))
+        times = await handoffs(flow, payloads, fit, seconds)
+    finally:
+        await close_all(sites)
+    print(f"  {mode}: fit {line_of(fit)}", flush=True)
+    return [row(payload, fit, times[payload], mode) for payload in payloads]
+
+
+async def handoffs(
+    flow: Flow, payloads: Sequence[Payload], fit: LinkFit, seconds: float
+) -> dict[Payload, list[float]]:
+    """Copies of each, in turns, after one that is not counted; as many as its share of time takes."""
+    times: dict[Payload, list[float]] = {payload: [] for payload in payloads}
+    begun = time.monotonic()
+    for turn in range(MOST_COPIES):
+        for payload in payloads:
+            expected = fit.at_least(payload.moved_nbytes, payload.descriptors)
+            share = seconds / len(payloads) * 2
+            if turn > FEWEST_COPIES and turn * expected > share:
+                continue
+            flow.expected = expected
+            copies = await flow.copy(payload, 2)
+            # The first of each pair of copies warms what the sizes before it have cooled.
+            times[payload].append(copies.copies[1].seconds)
+            if turn == 0:
+                await flow.compare(payload)
+        if time.monotonic() - begun > 3 * seconds:
+            break
+    return times
+
+
+def row(payload: Payload, fit: LinkFit, seconds: Sequence[float], mode: Mode) -> dict[str, Any]:
+    """Measured and predicted p50 and p95; p95 only from enough copies."""
+    nbytes, descriptors = payload.moved_nbytes, payload.descriptors
+
+    def predicted(q: float) -> float | None:
+        with contextlib.suppress(NoPlanError):
+            return fit.predict_quantile(q, nbytes, descriptors)
+        return None
+
+    p95 = None if len(seconds) < P95_COPIES else float(np.quantile(seconds, 0.95, method="median_unbiased"))
+    return {
+        "mode": str(mode),
+        "nbytes": nbytes,
+        "descriptors": descriptors,
+        "copies": len(seconds),
+        "p50_seconds": float(np.median(seconds)),
+        "predicted_p50_seconds": predicted(0.5),
+        "p95_seconds": p95,
+        "predicted_p95_seconds": predicted(0.95),
+    }
+
+
+def line_of(fit: LinkFit) -> str:
+    parts = [f"a {fit.a_seconds}, o {fit.o_seconds}, B {fit.bytes_per_second}, worst {fit.worst_error}"]
+    if fit.knee is not None:
+        parts.append(f"from {fit.knee.from_nbytes} on a {fit.knee.a_seconds}, B {fit.knee.bytes_per_second}")
+    return "; ".join(parts)
+
+
+def error(row: dict[str, Any], which: str) -> float | None:
+    """Measured over predicted less one, of p50 or p95."""
+    measured, predicted = row[f"{which}_seconds"], row[f"predicted_{which}_seconds"]
+    return None if measured is None or predicted is None else measured / predicted - 1
+
+
+@contextlib.contextmanager
+def agents(hosts: Namespaces) -> Any:
+    """An agent in each namespace; yields their addresses."""
+    processes = []
+    try:
+        for number, host in enumerate(hosts.hosts):
+            command = [*hosts.inside(number), sys.executable, "-m", "kvferry", "agent", "--json"]
+            command += ["--listen", f"tcp://{host}:0?plain=yes", "--name", f"n{number}"]
+            processes.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            )
+        yield [json.loads(process.stdout.readline())["address"] for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(30)
+
+
+def bench(rate: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows of one rate."""
+    bits = 0.0 if rate == "none" else 8 * parse_rate(f"{rate}b/s".replace("bb/s", "b/s"))
+    with Namespaces(2) as hosts:
+        for number in range(2) if bits else ():
+            hosts.shape(number, bits)
+        with agents(hosts) as addresses:
+            command = [*hosts.inside(0), sys.executable, __file__, "--inside", *addresses]
+            command += ["--seconds", str(options.seconds), "--largest", options.largest]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    *said, last = done.stdout.splitlines()
+    print("\n".join(said))
+    return [{"rate": rate, **each} for each in json.loads(last)]
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """A line a shape, and the worst of each rate."""
+    names = ("rate", "mode", "handoff", "pieces", "copies", "p50", "error", "p95", "error")
+    print("{:>6} {:5} {:>22} {:>7} {:>6} {:>9} {:>7} {:>9} {:>7}".format(*names))
+    for each in rows:
+        tail = "" if each["p95_seconds"] is None else format_seconds(each["p95_seconds"])
+        print(
+            f"{each['rate']:>6} {each['mode']:5} {format_bytes(each['nbytes']):>22} {each['descriptors']:>7} "
+            f"{each['copies']:>6} {format_seconds(each['p50_seconds']):>9} {percent(error(each, 'p50')):>7} "
+            f"{tail:>9} {percent(error(each, 'p95')):>7}"
+        )
+    for rate in dict.fromkeys(each["rate"] for each in rows):
+        said = []
+        for which in ("p50", "p95"):
+            errors = [error(each, which) for each in rows if each["rate"] == rate]
+            known = [abs(each) for each in errors if each is not None]
+            if known:
+                said.append(f"{which} off by {np.median(known):.1%} in the middle, {max(known):.1%} at worst")
+        print(f"{rate}: {'; '.join(said)}")
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{value:+.1%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rates", nargs="+", default=["100M", "1G", "4G"])
+    parser.add_argument("--seconds", type=float, default=120.0, help="of probing, for each rate and mode")
+    parser.add_argument("--largest", default="512MiB")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        largest = parse_bytes(options.largest)
+        rows = [
+            each
+            for mode in (Mode.PULL, Mode.PUSH)
+            for each in asyncio.run(measure(options.inside, mode, options.seconds, largest))
+        ]
+        print(json.dumps(rows))
+        return
+    if why := why_no_namespaces():
+        sys.exit(why)
+    rows = []
+    for rate in options.rates:
+        print(f"{rate}, load {psutil.getloadavg()[0]:.1f}", flush=True)
+        rows += bench(rate, options)
+    show(rows)
+    if options.json:
+        facts = {"date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), "kernel": platform.release()}
+        options.json.write_text(json.dumps({"run": facts, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

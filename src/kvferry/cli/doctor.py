@@ -1,0 +1,109 @@
+"""``kvferry doctor``: which transports work here and with a peer, and what else stands in the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from kvferry.cli.identity import identity_of
+from kvferry.cli.streams import printable
+
+if TYPE_CHECKING:
+    from kvferry.probe.doctor import Examination, TransportState
+    from kvferry.probe.findings import Finding
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    peer: Annotated[str, Parameter(name="PEER")] = "",
+    /,
+    *,
+    cert: Path | None = None,
+    authority: Path | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Say which transports work here, which would be used for a peer, why the others are not, and the fixes.
+
+    Without PEER this node alone. Exit status: 1 where no transport works with the peer.
+
+    Parameters
+    ----------
+    peer
+        The address of an agent (`kvferry agent`): every transport is tried with it by a small handoff.
+    cert
+        This side's certificate and key, where the agent's address is encrypted (see `kvferry certs`).
+    authority
+        The certificate that the agent's must lead to. Default: ca.pem beside --cert.
+    as_json
+        Print one JSON object.
+    """
+    import msgspec
+
+    from kvferry.probe.doctor import examine
+
+    address = f"tcp://{peer}" if peer and "://" not in peer else peer
+    found = asyncio.run(examine(address, tls=identity_of(cert, authority)))
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        _show(found)
+    return 1 if found.peer is not None and not found.peer.would_use else 0
+
+
+def _show(found: Examination) -> None:
+    print("this node: " + _facts(found.software))
+    print("  " + _facts(found.facts, _SHOWN))
+    _show_transports(found.transports, "")
+    _show_findings(found.findings)
+    peer = found.peer
+    if peer is None:
+        return
+    sealed = "encrypted" if peer.encrypted else "in plain"
+    who = f"{printable(peer.name)} at {peer.address} on {printable(peer.host)}"
+    print(f"\n{who}, {sealed}: {_facts(peer.software)}")
+    print("  " + _facts(peer.facts, _SHOWN))
+    _show_transports(peer.transports, peer.would_use)
+    _show_findings(peer.findings)
+
+
+_SHOWN = (
+    "kernel",
+    "cpu",
+    "cpus",
+    "cpu_features",
+    "interface",
+    "mtu",
+    "speed_mbit",
+    "huge_pages",
+    "open_files",
+    "locked_memory",
+)
+
+
+def _facts(facts: dict[str, str], names: Sequence[str] | None = None) -> str:
+    chosen = facts if names is None else {name: facts[name] for name in names if name in facts}
+    return ", ".join(f"{name.replace('_', ' ')} {printable(value)}" for name, value in chosen.items())
+
+
+def _show_transports(states: Sequence[TransportState], used: str) -> None:
+    for state in states:
+        if state.works:
+            path = f", path {state.path}" if state.path else ""
+            print(
+                f"  {state.scheme:<8} works{path}"
+                + ("; this one would be used" if state.scheme == used else "")
+            )
+        else:
+            print(f"  {state.scheme:<8} does not work: {printable(state.why)}")
+
+
+def _show_findings(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        print(f"  {finding.about}: {printable(finding.problem)}\n    fix: {printable(finding.fix)}")
+    if not findings:
+        print("  nothing else stands in the way")

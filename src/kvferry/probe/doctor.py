@@ -1,0 +1,157 @@
+"""Which transports work here and with a peer, which would be used, and why the others are not: by trying."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from kvferry.errors import KVFerryError
+from kvferry.link import Conditions, Mode
+from kvferry.probe import words as w
+from kvferry.probe.facts import host_facts, software, transport_facts
+from kvferry.probe.findings import Finding, compare_nodes, findings_of
+from kvferry.probe.payload import Payload, Room
+from kvferry.probe.site import AgentSite, LocalSite
+from kvferry.probe.sweep import Flow
+from kvferry.transport.address import parse_address, parse_host_port
+from kvferry.transport.security import Identity
+
+__all__ = ["Examination", "PeerExamination", "TransportState", "examine"]
+
+# What production would take first. What is not named here comes after, by name.
+PREFERENCE = ("shm", "nixl", "mooncake", "tcp")
+_PAYLOAD = Payload(64 << 10, 4 << 10)
+_SECONDS = 60.0
+
+
+class TransportState(msgspec.Struct, frozen=True):
+    """A transport, here or with a peer. ``why``: what is missing, with the fix; "" where it works.
+
+    ``path``: what carried the bytes when it was tried with a peer.
+    """
+
+    scheme: str
+    works: bool
+    why: str = ""
+    path: str = ""
+
+
+class PeerExamination(msgspec.Struct, frozen=True):
+    """A peer: who it is, what works between here and there, and what would be used ("": nothing)."""
+
+    name: str
+    address: str
+    host: str
+    encrypted: bool
+    software: dict[str, str]
+    facts: dict[str, str]
+    transports: tuple[TransportState, ...]
+    would_use: str
+    findings: tuple[Finding, ...]
+
+
+class Examination(msgspec.Struct, frozen=True):
+    """This node, and a peer where one was named."""
+
+    software: dict[str, str]
+    facts: dict[str, str]
+    transports: tuple[TransportState, ...]
+    findings: tuple[Finding, ...]
+    peer: PeerExamination | None = None
+
+
+async def examine(peer: str = "", *, tls: Identity | None = None) -> Examination:
+    """Look at this node; with ``peer``, the address of an agent, try every transport with it.
+
+    A try is a real handoff of 64 KiB over the path of production, its bytes compared.
+    Raises what reaching the peer's agent raised: without its words nothing can be said.
+    """
+    facts = host_facts(_own_address(peer))
+    here = tuple(
+        TransportState(each.scheme, not each.unavailable, each.unavailable) for each in transport_facts()
+    )
+    findings = tuple(findings_of(facts))
+    if not peer:
+        return Examination(software(), facts, _in_order(here), findings)
+    site = await AgentSite.connect(peer, tls=tls)
+    try:
+        found = await _examine_peer(site, here, facts, tls)
+    finally:
+        await site.close()
+    return Examination(software(), facts, _in_order(here), findings, found)
+
+
+async def _examine_peer(
+    site: AgentSite, here: Sequence[TransportState], facts: dict[str, str], tls: Identity | None
+) -> PeerExamination:
+    about = site.about
+    there = {each.scheme: each.unavailable for each in about.transports}
+    states = []
+    for mine in here:
+        if mine.scheme == "inproc":
+            continue  # never leaves its process
+        if not mine.works:
+            states.append(msgspec.structs.replace(mine, why=f"not here: {mine.why}"))
+        elif mine.scheme not in there:
+            states.append(TransportState(mine.scheme, False, "the peer's kvferry does not have it"))
+        elif there[mine.scheme]:
+            states.append(TransportState(mine.scheme, False, f"not at the peer: {there[mine.scheme]}"))
+        else:
+            states.append(await _try(site, mine.scheme, tls))
+    ordered = _in_order(states)
+    return PeerExamination(
+        name=about.name,
+        address=site.address,
+        host=about.host,
+        encrypted=site.is_encrypted,
+        software=about.software,
+        facts=about.facts,
+        transports=ordered,
+        would_use=next((state.scheme for state in ordered if state.works), ""),
+        findings=(
+            *findings_of(about.facts),
+            *compare_nodes(facts, about.facts, software(), about.software),
+        ),
+    )
+
+
+async def _try(site: AgentSite, scheme: str, tls: Identity | None) -> TransportState:
+    """One handoff from the peer to here; both ends are made for it, and gone after it."""
+    local = LocalSite("doctor", Room.of([_PAYLOAD]).nbytes, tls, peer=site.address)
+    room = Room.of([_PAYLOAD])
+    encrypted = site.is_encrypted and scheme == "tcp"
+    try:
+        for each in (site, local):
+            await each.open(_SECONDS, room=room, transports=(scheme,), integrity=True, tls=encrypted)
+        flow = Flow(site, local, Mode.PULL, scheme, Conditions(mode=Mode.PULL))
+        copies = await flow.copy(_PAYLOAD, 1)
+        await flow.compare(_PAYLOAD)
+    except KVFerryError as error:
+        return TransportState(scheme, False, str(error))
+    finally:
+        with contextlib.suppress(KVFerryError):
+            await site.call(w.CloseCall, _SECONDS)
+        await asyncio.shield(local.close())
+    return TransportState(scheme, True, path=copies.copies[0].path)
+
+
+def _own_address(peer: str) -> str:
+    """The address of this side's interface towards a peer; nothing is sent. "" where that is unknown."""
+    if not peer.startswith("tcp://"):
+        return ""
+    host, port = parse_host_port(parse_address(peer.partition("?")[0], "tcp", ()))
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((host, port or 9))
+            return f"tcp://{sock.getsockname()[0]}:0"
+    except OSError:
+        return ""  # IPv6, or no such host: connecting says so
+
+
+def _in_order(states: Sequence[TransportState]) -> tuple[TransportState, ...]:
+    order = {scheme: index for index, scheme in enumerate(PREFERENCE)}
+    return tuple(sorted(states, key=lambda state: (order.get(state.scheme, len(order)), state.scheme)))
