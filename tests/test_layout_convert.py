@@ -393,6 +393,20 @@ def test_a_block_that_no_window_holds_is_refused() -> None:
         )
 
 
+def test_a_request_of_too_many_segments_is_refused() -> None:
+    """A peer whose windows hold next to nothing cannot make this side cut a request for minutes."""
+    case = Case(
+        paged(), paged(dtype="bfloat16"), (BlockTable(0, range(9)),), (BlockTable(0, range(9)),), 36, 0
+    )
+    with (
+        mock.patch("kvferry.layout.wire.MAX_SEGMENTS", 100),
+        pytest.raises(CapacityError, match="more than 100 segments"),
+    ):
+        convert(
+            case, Conversions(lossy=True), *map(random_values, (case.src, case.dst), (1, 2)), slot_nbytes=40
+        )
+
+
 def test_unlike_tables_are_refused() -> None:
     """As for a copy: the two sides' tables are for as many entries."""
     tensor = TensorLayout(0, Role.SSM, "float32", 0, 8, 0, 4, 2, 1)

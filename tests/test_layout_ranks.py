@@ -104,6 +104,18 @@ def test_three_heads(src_tp: int, dst_tp: int) -> None:
     assert len(set(move_all(src, dst, rank_plan(src, dst)).values())) == 1
 
 
+@pytest.mark.parametrize("other_tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [24, 1])
+def test_three_ranks_into_any_number_and_back(other_tp: int, kv_heads: int) -> None:
+    """Three ranks' heads end inside those of two, four or eight; a replicated head is given by turns."""
+    for src_tp, dst_tp in ((3, other_tp), (other_tp, 3)):
+        src, dst = ranks(src_tp, kv_heads), ranks(dst_tp, kv_heads, axis_order="HND", block_size=3)
+        given = move_all(src, dst, rank_plan(src, dst))
+        assert sorted(given) == list(range(src_tp))
+        # Each gives alike, or, of a head that all hold, up to one layer's K and V more.
+        assert max(given.values()) - min(given.values()) <= (0 if kv_heads == 24 else 2 * TOKENS * 4)
+
+
 @pytest.mark.parametrize(("src_pp", "dst_pp"), [(1, 2), (2, 1), (2, 4), (3, 2), (4, 4)])
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)])
 def test_pipeline_parallel_both_ways(src_pp: int, dst_pp: int, tp: tuple[int, int]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import os
+import signal
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,12 +25,14 @@ from kvferry.errors import (
     IncompatibleError,
     InputError,
     KVFerryError,
+    LocalError,
     PeerError,
+    TransportError,
 )
 from kvferry.layout import BlockTable, Conversions, PoolLayout, WireFormat
 from kvferry.protocol import messages as m
 from kvferry.protocol.ticket import Mode
-from kvferry.transfer import Endpoint, Pool, windows
+from kvferry.transfer import Endpoint, Pool, Timeouts, windows
 from kvferry.transfer.staging import Staging
 from kvferry.transfer.windows import Packing, Unpacking
 from layout_strategies import Case
@@ -265,6 +270,23 @@ def test_parts_that_are_not_the_request_are_refused(sides: Any, parts: list[tupl
     wait_until(lambda: is_idle(prefill) and is_idle(decode))
 
 
+def test_a_part_that_was_pushed_before_is_refused_at_the_call(sides: Any) -> None:
+    """Pushing the same layers and tokens again is the engine's mistake; the transfer goes on without it."""
+    prefill, decode, case, wanted = sides("narrow", "tcp")
+    ticket, move, push = begin(prefill, decode, case, Mode.PUSH)
+    push.layer(1)
+    with pytest.raises(LocalError, match="pushed already"):
+        push.layer(1)
+    outcome = prefill.outcome(ticket)
+    push.layer(0)
+    push.layer(2)
+    push.commit(None)
+    move.result()
+    move.started()
+    outcome.result(5)
+    np.testing.assert_array_equal(decode.pool.array, wanted)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "words"),
     [
@@ -389,6 +411,55 @@ def test_whatever_ends_it_while_a_window_is_packed(sides: Any, mode: Mode, end: 
     for side, is_closed in ((prefill, end == "close prefill"), (decode, end == "close decode")):
         if not is_closed:
             wait_until(lambda side=side: is_idle(side))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_a_peer_that_dies_or_freezes_between_two_windows(
+    opened: Opened, victim: str, mode: Mode, number: signal.Signals
+) -> None:
+    """The survivor gets a typed error within its time, its windows and blocks back, and serves the next."""
+    timeouts = Timeouts(heartbeat=0.1, lost=0.8, abort=0.2, handshake=5.0)
+    src, dst, allowed = PAIRS["narrow"]
+
+    def end(name: str, one: PoolLayout, *, process: bool) -> Endpoint:
+        pool = Pool.allocate(one, staging_nbytes=16 << 10)  # windows of 4 KiB: three for the request
+        pool.array[:] = random_values(one, 1)
+        options = {"conversions": allowed, "process": process, "timeouts": timeouts, "name": name}
+        return opened(one, unique_address("tcp"), pool=pool, **options)
+
+    prefill = end("prefill", src, process=victim == "prefill")
+    decode = end("decode", dst, process=victim == "decode")
+    survivor, dead = (decode, prefill) if victim == "prefill" else (prefill, decode)
+    pid = dead.stats().pid
+    case = Case(src, dst, (table(8, 2),), (table(4, 3),), TOKENS, 0)
+    half = (Unpacking, "_store_in_thread") if victim == "prefill" else (Packing, "_pack_in_thread")
+    real, count = getattr(*half), itertools.count()
+
+    def second_is_too_late(self: Any, *args: Any) -> Any:
+        if next(count) == 1:
+            os.kill(pid, number)
+        return real(self, *args)
+
+    with mock.patch.object(*half, second_is_too_late):
+        ticket, move, push = begin(prefill, decode, case, mode)
+        with contextlib.suppress(KVFerryError):  # it may have ended before these are called
+            if push is not None:
+                push.layers(0, LAYERS)
+                push.commit(None)
+        try:
+            with pytest.raises((DeadlineError, TransportError)):
+                move.result() if survivor is decode else prefill.outcome(ticket).result(10)
+            wait_until(lambda: is_idle(survivor))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    again = end("again", src if victim == "prefill" else dst, process=False)
+    pair = (again, decode) if victim == "prefill" else (prefill, again)
+    wanted = expected(case, None, *(side.pool.array for side in pair))
+    finish(pair[0], *begin(*pair, case, mode, "next"))
+    np.testing.assert_array_equal(pair[1].pool.array, wanted)
 
 
 def test_a_request_after_one_that_failed(sides: Any) -> None:

@@ -42,6 +42,8 @@ __all__ = [
 Side = tuple[PoolLayout, Sequence[BlockTable]]
 """One side's layout and its block tables of the request, one a group."""
 
+# 64 GiB in segments of 1 MiB, or half a minute of cutting: more is a window far too small for its request.
+MAX_SEGMENTS = 1 << 16
 # A segment's tensor, first entry and first head as one number, which names it in digest tables.
 _ENTRY_BITS, _HEAD_BITS = 31, 16
 
@@ -180,12 +182,19 @@ def cut_windows(
     """The windows of one part of a request, each of at most ``slot_nbytes``.
 
     ``layers``: only these. Raises InputError where the two sides' tables are for unlike numbers of
-    entries, CapacityError where one head of one block needs more than ``slot_nbytes``.
+    entries, CapacityError where one head of one block needs more than ``slot_nbytes``, or where that is
+    far too little for the request.
     """
     windows: list[Window] = []
     taken: list[Segment] = []
     nbytes = 0
-    for segment in _segments(form, src, dst, extent, slot_nbytes=slot_nbytes, layers=layers):
+    segments = _segments(form, src, dst, extent, slot_nbytes=slot_nbytes, layers=layers)
+    for count, segment in enumerate(segments):
+        if count == MAX_SEGMENTS:
+            raise CapacityError(
+                f"staging: windows of {slot_nbytes} bytes cut the request into more than {count} segments",
+                next_step="give both pools more staging",
+            )
         if taken and nbytes + segment.nbytes > slot_nbytes:
             windows.append(Window(tuple(taken)))
             taken, nbytes = [], 0

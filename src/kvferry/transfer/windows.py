@@ -138,11 +138,19 @@ class Packing:
         return self._num_left == 0
 
     def add(self, part: PartKey) -> None:
-        """Decode may ask for this part's windows from now on. Raises as ``cut_windows``."""
-        if part not in self._windows:
-            windows = part_windows(self._session, part)
-            self._windows[part], self._next[part] = windows, 0
-            self._num_left += len(windows)
+        """Decode may ask for this part's windows from now on.
+
+        Raises LocalError for a part that was given before, else as ``cut_windows``; then nothing changes.
+        """
+        if part in self._windows:
+            raise LocalError(
+                f"layers {part[0]} to {part[1] - 1}, tokens {part[2]} to {part[3] - 1} were pushed already",
+                request_id=self._session.request_id,
+                now_true="nothing has changed; the transfer goes on",
+            )
+        windows = part_windows(self._session, part)
+        self._windows[part], self._next[part] = windows, 0
+        self._num_left += len(windows)
 
     def ask(self, message: m.Pack) -> None:
         """Keep what decode asks for: the next window, or, one past the last, that it has read them all.
