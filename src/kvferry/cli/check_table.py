@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.plan.break_even import break_even
 from kvferry.plan.check import Answer, Verdict
 from kvferry.plan.explain import Equation
 from kvferry.plan.flips import Flip
@@ -53,6 +54,7 @@ def print_json(
         "quantile": promise.way.quantile,
         "link": promise.way.link.pair,
         "link_label": promise.way.link.label,
+        "break_even": break_even(promise),
         "warnings": found.warnings,
     }
     if equations:

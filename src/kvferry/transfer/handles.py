@@ -19,7 +19,8 @@ from kvferry.transfer.trace import TransferRecord
 
 __all__ = ["CALL_SECONDS", "Move", "Push", "cancel", "encode_for"]
 
-CALL_SECONDS = 10.0
+# A node answers at once; its first answer waits for its process to start, slow on a busy machine.
+CALL_SECONDS = 30.0
 _AGAIN = "this side ended it; offer, reserve or pull again to retry"
 
 
