@@ -253,9 +253,33 @@ def test_an_engine_without_a_tokenizer_takes_no_grammar() -> None:
         OutputGrammar(SCHEMA, NoTokenizer(), 300)
 
 
-def test_parameters_that_leave_no_token_are_an_error() -> None:
-    """A mask that forbids what the grammar wants: no token is made up."""
-    at = engine()
-    begin(at, replace(GREEDY, allowed_tokens=np.array([65], "<i4").tobytes()))
+@pytest.mark.parametrize("drafts", [False, True])
+def test_parameters_that_leave_no_token_are_an_error(drafts: bool) -> None:
+    """A mask that forbids what the grammar wants: no token is made up, and no other request loses one."""
+    at = engine(drafts=drafts)
+    at.submit("other", prompt(31), SAMPLED, limits(20))
+    only = np.array([ord(character) for character in '{ "nam'], "<i4").tobytes()  # never the e
+    begin(at, replace(GREEDY, allowed_tokens=only))
+    while not at.prefill("other"):
+        pass
+    got: dict[str, list] = {"r": [], "other": []}
+
+    def run_all() -> None:
+        while True:
+            for output in at.step():
+                got[output.request_id].append(output)
+
+    with pytest.raises(LocalError, match=r"no token may come next.*request r") as raised:
+        run_all()
+    assert raised.value.request_id == "r"
+    assert text_of(got["r"]).endswith('"nam')
+    alone = engine(drafts=drafts)
+    alone.submit("other", prompt(31), SAMPLED, limits(20))
+    while not alone.prefill("other"):
+        pass
+    assert seen(got["other"]) == seen(take(alone, "other", 20))
     with pytest.raises(LocalError, match="no token may come next"):
-        at.step()
+        at.step(["r"])
+    for name in got:
+        at.release(name)
+    assert at.pool.num_free_blocks == at.pool.group.num_blocks

@@ -75,8 +75,8 @@ class OutputGrammar:
                 "structured output needs the package 'llguidance'",
                 next_step="pip install 'kvferry[grammar]'",
             ) from error
-        if not isinstance(tokenizer, EncodingTokenizer):
-            raise InputError("grammar: this engine was given no tokenizer that encodes")
+        if not isinstance(tokenizer, EncodingTokenizer) or not tokenizer.stop_token_ids:
+            raise InputError("grammar: this engine was given no tokenizer that encodes and ends a reply")
         self.text = given.text
         self.name = _name(given.kind)
         self._vocab_size = vocab_size

@@ -7,7 +7,7 @@ and the order in which an import builds, verifies and only then shows a request.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvferry.engines.record import Cache, replay_of, request_of, state_of
 from kvferry.engines.request import Request, StepOutput, resolve_limits, resolve_sampling
 from kvferry.engines.sampler import TokenSampler
 from kvferry.engines.text import NoTokenizer, OutputText, Tokenizer
-from kvferry.errors import IncompatibleError, InputError, LocalError
+from kvferry.errors import IncompatibleError, InputError, KVFerryError, LocalError
 from kvferry.state import (
     Exactness,
     ExecutionState,
@@ -205,7 +205,25 @@ class LocalEngine(EngineAdapter):
 
     def _advance(self, requests: list[Request]) -> list[StepOutput]:
         self._run_pending([request for request in requests if request.pending is not None])
-        return [request.advance(self.max_context) for request in requests]
+        return self._in_turn(requests, lambda request: [request.advance(self.max_context)])
+
+    def _in_turn(
+        self, requests: list[Request], advance: Callable[[Request], list[StepOutput]]
+    ) -> list[StepOutput]:
+        """The outputs of each. One that has no token to choose stays as it is; no other loses its token.
+
+        Its error is raised by the step in which nothing else goes on.
+        """
+        outputs: list[StepOutput] = []
+        failed: KVFerryError | None = None
+        for request in requests:
+            try:
+                outputs += advance(request)
+            except LocalError as error:
+                failed = failed or error.with_context(request_id=request.request_id)
+        if failed is not None and not outputs:
+            raise failed
+        return outputs
 
     def _compiled(self, given: GrammarText) -> OutputGrammar:
         grammar = OutputGrammar(given, self.tokenizer, self.vocab_size)

@@ -110,9 +110,11 @@ class Request:
 
     def advance(self, max_context: int) -> StepOutput:
         """Sample from ``last_logits``, and take the token into ids, text and limits."""
-        assert self.last_logits is not None
-        logits, self.last_logits = self.last_logits, None
-        return self.append(self.sampler.sample(logits, self.forbidden()), logits, max_context)
+        logits = self.last_logits
+        assert logits is not None
+        output = self.append(self.sampler.sample(logits, self.forbidden()), logits, max_context)
+        self.last_logits = None
+        return output
 
     def append(self, token: int, logits: Float32, max_context: int) -> StepOutput:
         """Take a token that was chosen from ``logits`` into ids, text and limits; it is then pending."""

@@ -206,11 +206,9 @@ class ReferenceEngine(LocalEngine):
         for request in pending:
             self.drafter.propose(request)
         rows = self._logits([(request, self.drafter.of(request).tokens) for request in pending])
-        outputs = []
-        for request in requests:
-            first = request.last_logits
-            outputs += self.drafter.verify(request, rows[request.request_id] if first is None else [first])
-        return outputs
+        rows |= {r.request_id: [r.last_logits] for r in requests if r.last_logits is not None}
+        verify = self.drafter.verify
+        return self._in_turn(requests, lambda request: verify(request, rows[request.request_id]))
 
     def _run_pending(self, requests: list[Request]) -> None:
         self._reserve(requests)

@@ -19,6 +19,7 @@ from kvferry.engines.reference.pool import PagedPool
 from kvferry.engines.reference.weights import Model
 from kvferry.engines.request import Request, StepOutput
 from kvferry.engines.sampler import Sampler, distribution
+from kvferry.errors import LocalError
 
 __all__ = ["DraftToken", "Drafter", "Round", "accept_or_draw"]
 
@@ -91,10 +92,15 @@ class Drafter:
         own, sampler, token = self.of(request), _sampler(request), request.ids[-1]
         if own.drafts:
             return
+        own.kv_tokens = min(own.kv_tokens, request.kv_tokens)  # a round may have ended in an error
         for _ in range(self.round_length(request)):
             if request.grammar is not None and request.grammar.is_done(own.tokens):
                 return
-            adjusted = sampler.adjusted(self._run(request, [token]), request.forbidden(own.tokens))
+            logits = self._run(request, [token])
+            try:
+                adjusted = sampler.adjusted(logits, request.forbidden(own.tokens))
+            except LocalError:
+                return  # nothing may follow; whether that is so, the model's own round says
             probs = distribution(adjusted, sampler.parameters) if sampler.parameters.temperature else None
             token = int(adjusted.argmax()) if probs is None else sampler.draw(probs)
             own.drafts.append(DraftToken(token, probs))
@@ -102,11 +108,18 @@ class Drafter:
     def verify(self, request: Request, rows: list[Float32]) -> list[StepOutput]:
         """Take the drafts that hold, and one token more.
 
-        ``rows``: logits after the pending token and after each draft.
+        ``rows``: logits after the pending token and after each draft. Raises LocalError where no token
+        may come; then nothing has changed.
         """
-        own, outputs = self.of(request), []
+        own = self.of(request)
+        outputs: list[StepOutput] = []
         for logits, draft in zip(rows, (*own.drafts, None), strict=True):
-            token = accept_or_draw(_sampler(request), logits, request.forbidden(), draft)
+            try:
+                token = accept_or_draw(_sampler(request), logits, request.forbidden(), draft)
+            except LocalError:
+                if not outputs:
+                    raise
+                break  # the next round says so
             outputs.append(request.append(token, logits, self._max_context))
             if request.finish is not None or draft is None or token != draft.token:
                 break
