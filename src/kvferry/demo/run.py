@@ -174,6 +174,8 @@ def _jobs(options: DemoOptions, name: ModelName, model: Model) -> dict[str, Job]
     ):
         # The name holds this process's id, so that demos side by side do not meet.
         address = f"{options.transport}://127.0.0.1:0"
+        if options.transport == "mooncake":
+            address += "?wildcard=yes"  # who asks for it has its engine's listeners; it warns of them
         if options.transport == "shm":
             address = f"shm://demo-{os.getpid()}-{role}-{{rank}}"
         jobs[role] = Job(

@@ -209,7 +209,8 @@ class EndTests(TransportFixture):
             ends[0].abort(KVFerryError("gone"))
         for connection in ends:
             pair.loop.run(connection.close())
-        assert not held() - before
+        left = held() - before
+        assert not [name for name in left if not (self.library_sockets and name.startswith("file socket:"))]
 
     def test_an_idle_connection_sleeps(self, steady_pair: TransportPair) -> None:
         """While nothing is asked, no thread of either side wakes up."""

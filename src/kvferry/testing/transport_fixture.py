@@ -65,6 +65,8 @@ class TransportFixture:
     malformed_addresses: tuple[str, ...]
     #: Sides can be in different processes.
     has_processes = True
+    #: It moves bytes by a library that opens and keeps sockets as it likes: only others are counted.
+    library_sockets = False
 
     @classmethod
     def listen_address(cls) -> str:

@@ -62,6 +62,8 @@ class LibraryConnection(TcpConnection):
     #: Set by ``_meet``.
     arena: Arena
     mover: Mover
+    #: Drives a library that has no thread of its own.
+    progress: Callable[[], None] | None = None
     #: Bytes of the peer's pool.
     peer_nbytes: int
 
@@ -95,14 +97,14 @@ class LibraryConnection(TcpConnection):
         bad = first_outside(part.there, part.nbytes, self.peer_nbytes)
         if bad is not None:
             raise outside_of_peer(bad, self.peer_nbytes, self.peer_address)
-        return self._read_part(copy, part, Progressing.of(patience, self.mover.progress))
+        return self._read_part(copy, part, Progressing.of(patience, self.progress))
 
     def _read_part(self, copy: Copy, part: Part, limits: Progressing) -> NDArray[np.uint64] | None:
         with self._asking.channel(limits) as channel:
             return ask_pushed(channel, self.memory.array, copy, part, patience=limits, arena=self.arena)
 
     def _serve_push(self, channel: Channel, request: Request, patience: Patience) -> None:
-        limits = Progressing.of(patience, self.mover.progress)
+        limits = Progressing.of(patience, self.progress)
         serve_pushed(channel, self.memory.array, request, patience=limits, arena=self.arena, mover=self.mover)
 
     async def _prove(self, sock: socket.socket) -> None:
@@ -131,15 +133,15 @@ class LibraryConnection(TcpConnection):
     def _prove_in_thread(self, told: asyncio.Future[Proof], stop: threading.Event) -> None:
         limits = Progressing.of(
             Patience(time.monotonic() + GREETING_SECONDS / 2, (self._ended,), self.peer_address, "connect"),
-            self.mover.progress,
+            self.progress,
         )
         try:
             proof = Proof(path=self._read_known_bytes(limits))
         except KVFerryError as error:
             proof = Proof(problem=error.message)
         self._in_loop(_set, told, proof)
-        while not stop.wait(1e-4):
-            self.mover.progress()
+        while self.progress is not None and not stop.wait(1e-4):
+            self.progress()
 
     async def _tell(self, sock: socket.socket, record: bytes) -> None:
         data = _LENGTH.pack(len(record)) + record

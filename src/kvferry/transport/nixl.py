@@ -89,6 +89,7 @@ class NixlConnection(LibraryConnection):
         peer = self.agent.meet(self.hello.agent, self.hello.metadata, self.peer_address)
         peer.nudge = lambda: self._in_loop(self.control.signal, Signal.DRIVE)
         self.peer = self.mover = peer
+        self.progress = peer.progress
         self.arena, self.peer_nbytes = self.agent.arena, self.hello.nbytes
 
     async def start(self, sock: socket.socket) -> None:
@@ -113,7 +114,7 @@ class NixlConnection(LibraryConnection):
 
     def _serve_look(self, channel: Channel, _request: Request, patience: Patience) -> None:
         # Reads over tcp need it all the time; others may, to finish setting up an endpoint.
-        serve_look(channel, Progressing.of(patience, self.mover.progress))
+        serve_look(channel, Progressing.of(patience, self.progress))
 
     def _on_signal(self, kind: Signal, payload: bytes) -> None:
         if kind is not Signal.DRIVE:
@@ -128,7 +129,7 @@ class NixlConnection(LibraryConnection):
         """The peer waits for an end of what it gave up; that may need this side's library."""
         with contextlib.suppress(KVFerryError), self._users.one():
             while time.monotonic() < self._drive_until and not self._ended.is_cancelled:
-                self.mover.progress()
+                self.agent.progress()
                 time.sleep(1e-4)
         self._is_driving = False
 
@@ -143,7 +144,8 @@ class NixlConnection(LibraryConnection):
         pair = self.arena.take(limits)
         with self.agent.proving:
             self.agent.paths.news(is_self=False)
-            posted = self.mover.read(pair.addresses[0], self.hello.cookie_address, COOKIE_NBYTES)
+            assert self.peer is not None
+            posted = self.peer.read(pair.addresses[0], self.hello.cookie_address, COOKIE_NBYTES)
             try:
                 limits.until_done(posted)
             except DeadlineError:

@@ -42,32 +42,29 @@ class Posted(Protocol):
 
 
 class Mover(Protocol):
-    """A library that moves bytes to and from one peer. Any thread may call."""
-
-    def read(self, here: int, there: int, nbytes: int) -> Posted:
-        """From ``there`` in the peer's memory to address ``here``. Raises TransportError."""
+    """A library that moves bytes to one peer. Any thread may call."""
 
     def write(self, here: int, there: int, nbytes: int) -> Posted:
         """From address ``here`` to ``there`` in the peer's memory. Raises TransportError."""
-
-    def progress(self) -> None:
-        """Let the library do what it has to: it has no thread of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Progressing(Patience):
     """Limits whose waits drive a library, by which alone the peer gets on."""
 
-    progress: Callable[[], None] = lambda: None
+    #: None for a library with threads of its own.
+    progress: Callable[[], None] | None = None
 
     @classmethod
-    def of(cls, patience: Patience, progress: Callable[[], None]) -> Progressing:
+    def of(cls, patience: Patience, progress: Callable[[], None] | None) -> Progressing:
         """The same limits."""
         return cls(
             patience.deadline, patience.tokens, patience.peer, patience.phase, patience.is_polite, progress
         )
 
     def wait(self, poll: select.poll) -> list[tuple[int, int]]:
+        if self.progress is None:
+            return Patience.wait(self, poll)
         started = time.monotonic()
         while True:
             events = poll.poll(0)
@@ -88,7 +85,8 @@ class Progressing(Patience):
 
     def pause(self, started: float) -> float:
         """Drive the library, sleep a little; how long the wait has been, in seconds."""
-        self.progress()
+        if self.progress is not None:
+            self.progress()
         waited = time.monotonic() - started
         time.sleep(_SHORT_SECONDS if waited < _BUSY_SECONDS else _LONG_SECONDS)
         return waited
