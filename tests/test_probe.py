@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli import run
+from kvferry.cli.probe import PayloadFlags
+from kvferry.cli.probe_payload import wanted_payloads
 from kvferry.errors import CorruptError, InputError
 from kvferry.link import Mode, load_links
+from kvferry.model import load_shape
 from kvferry.probe import LoopbackPair, Payload
+from kvferry.size import kv_size
 from probe_kit import probe
 
 
@@ -103,3 +107,25 @@ def test_bad_input_is_one_line(arguments: list[str], named: str, capsys: pytest.
     assert out == ""
     assert err.count("\n") == 1
     assert named in err
+
+
+def test_a_models_payload_has_its_bytes_pieces_and_layers() -> None:
+    """As many bytes and descriptors as ``kvferry size`` says cross the wire, to within one block a region."""
+    size = kv_size(load_shape("shape:32x8x128"), 4096, block_size=16)
+    (named,) = wanted_payloads(PayloadFlags(model="shape:32x8x128", tokens=4096)).named
+    payload = named.payload
+    # By the rule of sizes K and V of a block are one piece: 32 regions, of which a layer has two.
+    assert 2 * payload.layers == 32
+    assert payload.block_bytes == 2 * 16 * 8 * 128 * 2
+    assert payload.descriptors == size.descriptors
+    assert payload.moved_nbytes == size.wire_bytes - size.state_bytes
+
+
+def test_the_payloads_of_a_trace_are_its_quantiles(tmp_path: Path) -> None:
+    """p50, p95 and p99 of the prompt lengths; the largest is what is measured."""
+    trace = tmp_path / "trace.csv"
+    rows = "\n".join(f"{tokens},1" for tokens in range(1, 101))
+    trace.write_text(f"prompt_tokens,output_tokens\n{rows}\n")
+    wanted = wanted_payloads(PayloadFlags(model="shape:4x2x64", prompt_lengths=trace))
+    assert [named.name for named in wanted.named] == ["p50: 51 tokens", "p95: 96 tokens", "p99: 100 tokens"]
+    assert wanted.largest == wanted.named[-1].payload

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from conftest import wait_until
 from kvferry.link import Mode, load_links
+from kvferry.testing.namespaces import Namespaces
+from kvferry.transport.certificates import init_authority, issue
 from probe_kit import agent_options, agents, children, namespaces, probe, probing
 
 # Few and small copies: the links are what is slow here, and two cores run all of it.
-SMALL = ("--mode", "pull", "--repeat", "2", "--seconds", "300", "--json")
+SMALL = ("--mode", "pull", "--repeat", "2", "--seconds", "200", "--json")
 
 
 @pytest.mark.slow
@@ -74,3 +80,59 @@ def test_an_asymmetric_pair_has_two_rates() -> None:
     shares = {row["from"]: row["share_of_line_rate"] for row in predicted["pairs"]}
     assert 0.5 < shares["n0"] <= 1.2  # the token bucket's burst goes at once
     assert shares["n1"] > 2 * shares["n0"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_real_proxy_between_two_hosts_is_measured_and_named(tmp_path: Path) -> None:
+    """Data goes through stunnel and nowhere else; the profile says so, and bytes are those that were sent."""
+    if shutil.which("stunnel") is None:
+        pytest.skip("no stunnel here: apt-get install stunnel4")
+    out = tmp_path / "links.json"
+    with namespaces(2) as hosts, contextlib.ExitStack() as stack:
+        options = [agent_options(hosts, number, "--data", f"tcp://{BEHIND}") for number in range(2)]
+        found = stack.enter_context(agents(*options, inside=[hosts.inside(n) for n in range(2)]))
+        command = (*(agent.address for agent in found), "--via", PROXY, "--bytes", "256KiB", *SMALL)
+        done = probe(*command, inside=hosts.inside(0))
+        assert done.returncode == 1
+        told = json.loads(done.stdout)
+        assert told["pairs"] == []
+        assert all("cannot connect" in row["reason"] for row in told["failed"])
+        init_authority(tmp_path)
+        for number in range(2):
+            stack.enter_context(stunnel(hosts, number, tmp_path))
+        done = probe(*command, "--out", str(out), inside=hosts.inside(0))
+        assert done.returncode == 0, done.stderr + done.stdout
+    links = load_links(out)
+    assert {(pair.from_node, pair.to_node, pair.via) for pair in links.pairs} == {
+        ("n0", "n1", PROXY),
+        ("n1", "n0", PROXY),
+    }
+    assert f"via {PROXY}" in links.pairs[0].pair
+
+
+PROXY, BEHIND, TUNNEL = "127.0.0.1:9000", "127.0.0.1:7401", 9443
+
+
+@contextlib.contextmanager
+def stunnel(hosts: Namespaces, number: int, folder: Path) -> Iterator[None]:
+    """On each host a proxy that encrypts to the other's, and one that opens what comes from there."""
+    pem = issue(folder, f"tunnel-{number}", hosts=(hosts.hosts[number],))
+    config = folder / f"stunnel-{number}.conf"
+    config.write_text(
+        f"foreground = yes\npid =\ncert = {pem}\n"
+        f"[in]\naccept = {hosts.hosts[number]}:{TUNNEL}\nconnect = {BEHIND}\n"
+        f"[out]\nclient = yes\naccept = {PROXY}\nconnect = {hosts.hosts[1 - number]}:{TUNNEL}\n"
+        f"verifyChain = yes\nCAfile = {folder / 'ca.pem'}\n"
+    )
+    command = [*hosts.inside(number), "stunnel", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            said = itertools.takewhile(lambda line: "Configuration successful" not in line, process.stderr)
+            assert "[!]" not in "".join(said)
+            assert process.poll() is None
+            yield
+        finally:
+            process.terminate()
+            process.communicate(timeout=20)

@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.errors import InputError, TransportError
 from kvferry.testing.transport_pair import WAIT_SECONDS, TransportPair
+from kvferry.transport.address import Address, parse_address
 from kvferry.transport.memory import create_shared
 from kvferry.transport.tcp import TcpTransport
 from kvferry.transport.tcp_socket import congestion_notes
@@ -46,6 +47,28 @@ def test_plain_traffic_leaves_the_host_only_when_asked(tcp_pair: TransportPair) 
     tcp_pair.loop.run(connection.close())
     tcp_pair.loop.run(tcp_pair.next_accepted().close())
     tcp_pair.loop.run(listener.close())
+
+
+@pytest.mark.parametrize("contact", ["10.0.0.1:7400", "[fd00::1]:1", "node-3.example:65535"])
+def test_peers_are_told_the_contact_and_how_to_speak(tcp_pair: TransportPair, contact: str) -> None:
+    """A listener with a contact gives that to peers, with what is spoken there."""
+    transport = tcp_pair.listening.transport
+    listener = tcp_pair.loop.run(
+        transport.listen(f"tcp://127.0.0.1:0?contact={contact}&streams=2", tcp_pair.accepted.put)
+    )
+    assert parse_address(listener.address, "tcp", ("plain", "streams")) == Address(
+        "tcp", contact, {"streams": "2", "plain": "yes"}
+    )
+    tcp_pair.loop.run(listener.close())
+
+
+@pytest.mark.parametrize("contact", ["10.0.0.1", ":1", "h:99999", "a/b:1", ""])
+def test_a_contact_that_is_no_place_is_refused(tcp_pair: TransportPair, contact: str) -> None:
+    """Before anybody is told it; and nothing listens then."""
+    with pytest.raises(InputError, match="address"):
+        tcp_pair.loop.run(
+            tcp_pair.listening.transport.listen(f"tcp://127.0.0.1:0?contact={contact}", tcp_pair.accepted.put)
+        )
 
 
 def test_an_unknown_host_is_a_transport_error(

@@ -167,17 +167,15 @@ class TcpTransport(SocketTransport):
         place = (await resolve(parsed))[0]
         identity = self._identity_for(parsed, [place], is_ours=True)
         is_local = stays_here(place[1])
-        sock = listening_socket(place, address)
         # Peers go by what the address says, so it says what is not the rule.
         said = {"plain": "no"} if identity is not None and is_local else {}
         options = {**parsed.options, **said}
-        rest = options.pop("contact", None)
-        if rest is None:
-            rest = host_port(sock.getsockname())
-        else:  # the rule would go by the other place
-            options["plain"] = "yes" if identity is None else "no"
-        bound = Address(self.scheme, rest, options)
-        parse_host_port(bound)  # a contact that is no HOST:PORT is found out here
+        contact = options.pop("contact", None)
+        if contact is not None:
+            parse_host_port(Address(self.scheme, contact))
+            options["plain"] = "yes" if identity is None else "no"  # the rule would go by another place
+        sock = listening_socket(place, address)
+        bound = Address(self.scheme, contact or host_port(sock.getsockname()), options)
         if identity is None and not is_local:
             _log.warning("%s: listens without encryption; KV blocks cross the network in plain", bound)
         return SocketListener(sock, str(bound), partial(self._greet, bound, identity, on_connection))
