@@ -73,7 +73,7 @@ $(VLLM)/installed: pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM)/installed
-	$(VLLM)/bin/python -m pytest -p no:randomly tests/test_vllm_offline.py
+	$(VLLM)/bin/python -m pytest -p no:randomly tests/test_vllm_offline.py tests/test_vllm_servers.py
 
 # Transports by libraries, each in a venv of its own. NIXL's wheel asks for torch, which it does not need.
 NIXL := .venv-nixl

@@ -127,10 +127,10 @@ def test_another_prompt_is_refused_after_the_move(worker: Callable[..., FakeWork
 def test_a_pool_with_a_sliding_group_and_a_layer_without_a_number() -> None:
     layout = pool_layout(
         [Group(("a.0.x",), 32, 1, 8), Group(("a.1.x",), 32, 1, 8, window=17)],
-        {"a.0.x": LayerTensor(0, 2048, 2048), "a.1.x": LayerTensor(8192, 2048, 2048)},
+        dict.fromkeys(("a.0.x", "a.1.x"), LayerTensor(0, 2048, 2048)),  # one memory, as in vLLM
         dtype="float32",
         num_blocks=4,
-        nbytes=16384,
+        nbytes=8192,
     )
     assert [group.window for group in layout.groups] == [None, 16]
     with pytest.raises(IncompatibleError, match="number"):
@@ -246,6 +246,16 @@ def test_another_model_is_refused_by_name(worker: Callable[..., FakeWorker]) -> 
     assert "weights" in str(results.errors[0])
 
 
+def test_a_peer_that_does_not_fit_is_named_at_the_start(worker: Callable[..., FakeWorker]) -> None:
+    """And one that does, or is not there yet, is none of its business."""
+    worker(listen=("shm://test-vllm-first",))
+    with pytest.raises(IncompatibleError, match="weights"):
+        worker(weights="ef" * 32, peers=("shm://test-vllm-first",))
+    second = worker(peers=("shm://test-vllm-first", "shm://test-vllm-nobody"), block_size=64)
+    assert second.side.endpoint.stats().peers == 1
+    assert ["nobody" in line for line in second.log] == [True]
+
+
 def test_a_rank_listens_at_its_own_port(worker: Callable[..., FakeWorker]) -> None:
     first = worker(listen=("tcp://127.0.0.1:0",)).side.endpoint.addresses[0]
     port = int(first.rsplit(":", 1)[1])
@@ -280,7 +290,9 @@ def test_a_ticket_from_outside_is_refused_by_name(text: Any) -> None:
 # Scheduler side.
 
 
-def side(ticket: bytes | KVFerryError = b"t", ranks: int = 1) -> tuple[SchedulerSide, list[str]]:
+def side(
+    ticket: bytes | KVFerryError = b"t", ranks: int = 1, window: int = 0
+) -> tuple[SchedulerSide, list[str]]:
     log: list[str] = []
 
     def fetch(request_id: str) -> tuple[bytes, ...]:
@@ -288,7 +300,7 @@ def side(ticket: bytes | KVFerryError = b"t", ranks: int = 1) -> tuple[Scheduler
             raise ticket
         return (ticket,) * ranks
 
-    return SchedulerSide(ranks, fetch, log.append), log
+    return SchedulerSide(ranks, window, fetch, log.append), log
 
 
 def test_a_prompt_is_offered_by_the_step_that_ends_it() -> None:
@@ -394,6 +406,18 @@ def test_decode_loads_all_but_the_last_token_beyond_its_prefix(worker: Callable[
     step = scheduler.end_step(scheduled({}))
     assert not step.loads
     assert not step.unwanted
+
+
+@pytest.mark.parametrize(("local", "loaded"), [(0, 99), (32, 67), (64, 0), (96, 0)])
+def test_a_window_that_begins_in_shared_blocks_is_computed(
+    worker: Callable[..., FakeWorker], local: int, loaded: int
+) -> None:
+    """Of 99 tokens the last 40 move whole: a prefix hit of 64 reaches into them."""
+    ticket = real_ticket(worker)
+    scheduler, _ = side(window=40)
+    request = FakeRequest("d", IDS, {"do_remote_prefill": True, TICKET_KEY: ticket_text((ticket,))})
+    scheduler.added(request)
+    assert scheduler.loadable_tokens(request, local) == loaded
 
 
 @pytest.mark.parametrize("how", ["full hit", "ended early"])

@@ -215,3 +215,34 @@ def test_a_pool_that_is_too_small_for_all_serves_them_in_turn(engines: dict[str,
             outputs = engine.decode(prompts[len(kv) - 3 : len(kv)], kv[-3:])
             assert [output["reason"] for output in outputs] == ["length"] * 3
     engines["p"].until(lambda stats: stats["requests"] == 0)
+
+
+def test_layers_with_windows_are_handed_over(
+    tmp_path_factory: pytest.TempPathFactory, engines: dict[str, Engine]
+) -> None:
+    """Gemma 3: three groups of layers in one memory; of a window only its tail moves."""
+    folder, logs = tmp_path_factory.mktemp("gemma"), tmp_path_factory.mktemp("logs")
+    script = [sys.executable, str(HERE / "vllm_model.py"), str(folder), "gemma"]
+    subprocess.run(script, check=True, timeout=120)
+    pair = [Engine(folder, logs / name, num_blocks=512) for name in ("p", "d")]
+    try:
+        for engine in pair:
+            assert engine.answer() == {"ready": True}
+        salt, moved = _salt(), []
+        for _ in range(2):  # the second time out of a prefix cache that holds a part or all
+            kv = pair[0].prefill(PROMPTS, salt)
+            outputs = pair[1].decode(PROMPTS, kv, salt)
+            assert [output["tokens"] for output in outputs] == pair[0].alone(PROMPTS)
+            stats = pair[1].ask("stats")
+            assert not stats["failed"]
+            moved.append(stats["nbytes"])
+        full = [(tokens - 1) * NBYTES_PER_TOKEN // 2 for tokens in LENGTHS]
+        tails = [min(tokens - 1, 63) * NBYTES_PER_TOKEN for tokens in LENGTHS]
+        assert sorted(moved[0]) == sorted(a + b for a, b in zip(full, tails, strict=True))
+        # And another model's ticket is refused by name.
+        refused = engines["wide"].decode(PROMPTS[7:8], pair[0].prefill(PROMPTS[7:8]))
+        assert refused[0]["tokens"] == engines["wide"].alone(PROMPTS[7:8])[0]
+        assert "incompatible" in engines["wide"].ask("stats")["failed"]
+    finally:
+        for engine in pair:
+            engine.close()

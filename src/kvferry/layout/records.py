@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvferry.errors import InputError
-from kvferry.layout.bounds import MAX_NBYTES, check_apart, check_int, extent
+from kvferry.layout.bounds import MAX_NBYTES, Region, check_apart, check_int, extent
 from kvferry.layout.words import ITEMSIZE, LayerKind, Role
 
 __all__ = ["MAX_TENSORS", "GroupLayout", "PoolLayout", "TensorLayout"]
@@ -163,12 +163,17 @@ class GroupLayout(_Record, frozen=True):
 class PoolLayout(_Record, frozen=True):
     """All that one rank's pool holds; ``nbytes`` is the size of the pool's memory.
 
+    ``groups_share_blocks``: the groups lie in the same memory, and a block id belongs to one of them
+    at a time, as in engines with one pool of blocks for all kinds of layers.
+
     True after construction: every byte of every tensor lies in [0, nbytes), no two tensors
-    share a byte, no (layer, role) and no group name comes twice. Raises InputError.
+    share a byte (of one group, where groups share blocks), no (layer, role) and no group name comes
+    twice. Raises InputError.
     """
 
     groups: tuple[GroupLayout, ...]
     nbytes: int
+    groups_share_blocks: bool = False
 
     def __post_init__(self) -> None:
         check_int("nbytes", self.nbytes, 1, MAX_NBYTES)
@@ -176,8 +181,11 @@ class PoolLayout(_Record, frozen=True):
             raise InputError(f"groups: more than {MAX_TENSORS} tensors")
         _check_unique("group name", (group.name for group in self.groups))
         _check_unique("tensor", (str(tensor) for group in self.groups for tensor in group.tensors))
-        regions = []
+        regions: list[Region] = []
         for group in self.groups:
+            if self.groups_share_blocks:
+                check_apart(regions)
+                regions = []
             for tensor in group.tensors:
                 dims, dim_stride, inner_nbytes = tensor.inner
                 axes = (

@@ -30,6 +30,7 @@ __all__ = [
     "LayersCall",
     "ListenCall",
     "Listening",
+    "MeetCall",
     "NodeConfig",
     "Nothing",
     "OfferCall",
@@ -92,6 +93,11 @@ class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.low
 
 class ListenCall(_Call, frozen=True):
     addresses: tuple[str, ...]
+
+
+class MeetCall(_Call, frozen=True):
+    address: str
+    timeout_seconds: _Seconds
 
 
 class OfferCall(_Call, frozen=True):
@@ -188,6 +194,7 @@ class CloseCall(_Call, frozen=True):
 
 Call = (
     ListenCall
+    | MeetCall
     | OfferCall
     | ReserveCall
     | PullCall

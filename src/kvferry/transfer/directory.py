@@ -102,6 +102,12 @@ class Directory:
             )
         return peer
 
+    async def meet(self, address: str) -> None:
+        """Connect, or find connected, whoever listens at an address. Raises as ``reach``."""
+        peer = await self._connected(address)
+        if peer.error is not None:
+            raise peer.error.retold(phase="handshake", now_true="nothing moved, nothing is held")
+
     async def close(self) -> None:
         """Release everything; peers get what was queued for them, within the abort timeout."""
         for listener in self._listeners:

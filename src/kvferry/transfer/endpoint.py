@@ -128,6 +128,19 @@ class Endpoint:
         listening = self._client.call(c.ListenCall, CALL_SECONDS, addresses=tuple(addresses))
         self.addresses, self.incarnation = listening.addresses, listening.incarnation
 
+    def meet(self, address: str, timeout_seconds: float = 5.0) -> None:
+        """Connect to a worker now, so that a pair that does not fit is told before any request.
+
+        Raises IncompatibleError naming each field that differs, TransportError or DeadlineError when
+        nobody answers there, InputError for a bad address. The connection is kept for transfers.
+        """
+        self._client.call(
+            c.MeetCall,
+            timeout_seconds,
+            address=address,
+            timeout_seconds=_positive("timeout_seconds", timeout_seconds),
+        )
+
     # Prefill.
 
     def offer(

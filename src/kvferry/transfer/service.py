@@ -33,6 +33,7 @@ class Service:
         self._reaching: dict[bytes, KVFerryError | None] = {}
         self._handlers: dict[type[c.Call], Callable[[Any], Awaitable[Any]]] = {
             c.ListenCall: self._listen,
+            c.MeetCall: self._meet,
             c.OfferCall: self._offer,
             c.ReserveCall: self._reserve,
             c.PullCall: self._pull,
@@ -56,6 +57,14 @@ class Service:
         for address in call.addresses:
             await self._node.directory.listen(address)
         return c.Listening(self._node.directory.addresses, self._node.incarnation)
+
+    async def _meet(self, call: c.MeetCall) -> c.Nothing:
+        try:
+            async with asyncio.timeout(call.timeout_seconds):
+                await self._node.directory.meet(call.address)
+        except TimeoutError:
+            raise _no_connection(call.timeout_seconds, call.address) from None
+        return c.Nothing()
 
     async def _offer(self, call: c.OfferCall) -> c.Held:
         like = self._node.ledger.find(call.like)
@@ -127,14 +136,7 @@ class Service:
             check_portions(call.portions, self._node.config.layout, peer.party.layout)
             check_form(self._node.party, peer.party, gives=role is Role.PREFILL, portions=call.portions)
         except TimeoutError:
-            raise DeadlineError(
-                f"no connection within {call.timeout_seconds} s",
-                request_id=ticket.request_id,
-                phase="handshake",
-                peer=ticket.issuer,
-                now_true="nothing moved, nothing is held here",
-                next_step="see whether the worker that issued the ticket runs and is reachable",
-            ) from None
+            raise _no_connection(call.timeout_seconds, ticket.issuer, ticket.request_id) from None
         except KVFerryError as error:
             # A copy: one connection that fails is the error of every claim that waited for it.
             raise error.retold(request_id=ticket.request_id, peer=error.peer or ticket.issuer) from None
@@ -223,3 +225,14 @@ class Service:
     async def _close(self, _: c.CloseCall) -> c.Nothing:
         await self._node.close()
         return c.Nothing()
+
+
+def _no_connection(seconds: float, peer: str, request_id: str = "") -> DeadlineError:
+    return DeadlineError(
+        f"no connection within {seconds} s",
+        request_id=request_id,
+        phase="handshake",
+        peer=peer,
+        now_true="nothing moved, nothing is held here",
+        next_step="see whether the worker that listens there runs and is reachable",
+    )

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvferry.engines.vllm.describe import describe_model, describe_pool
+from kvferry.engines.vllm.describe import describe_model, describe_pool, largest_window
 from kvferry.engines.vllm.identity import requirements
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.pool_layout import LAYOUT_NAME
@@ -56,7 +56,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._results = Results()
         self._clients: list[TicketClient] = []
         ranks = vllm_config.parallel_config.world_size
-        self._scheduler = SchedulerSide(ranks, self._fetch_tickets, _logger.warning)
+        self._scheduler = SchedulerSide(
+            ranks, largest_window(kv_cache_config), self._fetch_tickets, _logger.warning
+        )
 
     # Worker side.
 

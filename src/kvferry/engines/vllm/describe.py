@@ -20,7 +20,7 @@ from kvferry.errors import IncompatibleError
 from kvferry.state import Fingerprint, config_digest
 from kvferry.transfer import Pool
 
-__all__ = ["describe_model", "describe_pool"]
+__all__ = ["describe_model", "describe_pool", "largest_window"]
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "merges.txt", "tekken.json")
@@ -67,6 +67,12 @@ def _first_head(config: Any, rank: int, kv_heads: int) -> int:
     """The model's number of this rank's first KV head; ranks beyond the heads hold copies."""
     tp, total = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     return int(rank % tp * kv_heads if total >= tp else rank % tp * total // tp)
+
+
+def largest_window(cache_config: Any) -> int:
+    """Tokens that sliding layers keep before the one that is computed; 0 where none slides."""
+    windows = [_group(group).window for group in cache_config.kv_cache_groups]
+    return max(0, *(window - 1 for window in windows if window is not None), 0)
 
 
 def _group(group: Any) -> Group:

@@ -65,7 +65,8 @@ def pool_layout(
         found.append(
             GroupLayout(f"group{index}", kind, group.block_size, num_blocks, tuple(parts), window or None)
         )
-    return PoolLayout(tuple(found), nbytes)
+    # vLLM has one pool of blocks for all groups: layers of two groups lie in the same memory.
+    return PoolLayout(tuple(found), nbytes, groups_share_blocks=len(found) > 1)
 
 
 def _layer(

@@ -40,12 +40,16 @@ class _Decode:
 
 
 class SchedulerSide:
-    """One engine's bookkeeping. ``fetch_tickets(request_id)`` asks the ranks, and raises KVFerryError."""
+    """One engine's bookkeeping. ``window``: tokens that sliding layers keep, 0 where there are none.
+
+    ``fetch_tickets(request_id)`` asks the ranks, and raises KVFerryError.
+    """
 
     def __init__(
-        self, ranks: int, fetch_tickets: Callable[[str], Tickets], log: Callable[[str], None]
+        self, ranks: int, window: int, fetch_tickets: Callable[[str], Tickets], log: Callable[[str], None]
     ) -> None:
         self._ranks = ranks
+        self._window = window
         self._fetch_tickets = fetch_tickets
         self._log = log
         self._prefills: dict[str, _Prefill] = {}
@@ -88,8 +92,10 @@ class SchedulerSide:
         decode = self._decodes.get(request.request_id)
         if decode is None:
             return 0
-        self._held_tokens[request.request_id] = local_tokens
         prompt_tokens: int = request.num_prompt_tokens
+        if self._window and local_tokens > max(0, decode.tokens - self._window):
+            return 0  # the window's tail moves whole, into blocks that others read: compute the few left
+        self._held_tokens[request.request_id] = local_tokens
         return max(0, min(decode.tokens, prompt_tokens - 1) - local_tokens)
 
     def allocated(self, request: Any, blocks: tuple[list[int], ...], load_tokens: int) -> None:

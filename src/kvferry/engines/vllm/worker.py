@@ -20,7 +20,7 @@ import numpy as np
 from kvferry.engines.vllm.identity import prompt_state
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.step import Load, Save, Step, block_tables
-from kvferry.errors import CorruptError, KVFerryError, LocalError
+from kvferry.errors import CorruptError, DeadlineError, KVFerryError, LocalError, TransportError
 from kvferry.layout import BlockTable, GroupLayout
 from kvferry.protocol.prefix import HeldPrefix, hold_prefix, prefix_salt
 from kvferry.protocol.ticket import read_ticket
@@ -85,12 +85,28 @@ class WorkerSide:
             requirements=needs,
             integrity=options.integrity,
             copy_threads=options.copy_threads,
-            timeouts=Timeouts(lost=options.lost_seconds),
+            timeouts=Timeouts(heartbeat=options.lost_seconds / 5, lost=options.lost_seconds),
             tls=Identity.load(options.identity) if options.identity else None,
         )
+        self._meet_peers()
         self._savers = ThreadPoolExecutor(2, thread_name_prefix="kvferry-offer")
         self._decliner = ThreadPoolExecutor(1, thread_name_prefix="kvferry-decline")
         self._loaders = ThreadPoolExecutor(options.max_pulls, thread_name_prefix="kvferry-load")
+
+    def _meet_peers(self) -> None:
+        """Compare this worker with its peers before any request. Raises IncompatibleError, all closed.
+
+        A peer that does not answer yet makes the comparison when it starts and meets this one.
+        """
+        try:
+            for address in _of_rank(self._options.peers, self._rank):
+                try:
+                    self.endpoint.meet(address)
+                except (TransportError, DeadlineError) as error:
+                    self._log(f"peer {address} is not there yet, so whether it fits is not known: {error}")
+        except BaseException:
+            self.endpoint.close()
+            raise
 
     # Each step.
 
@@ -251,6 +267,8 @@ class WorkerSide:
         blocks of the table; the last is vLLM's null block, since it counts as lent, and one thread
         does this, since it can be lent once.
         """
+        if any(group.window for group in self._groups):
+            return  # a window's tail would move all the same; prefill's lease ends instead
         ids, ticket = unpack_ids(load.ids), load.tickets[self._rank]
         tables = []
         for group in self._groups:
@@ -277,14 +295,22 @@ class WorkerSide:
 
 
 def _addresses(options: Options, rank: int) -> tuple[str, ...]:
-    """Where this rank listens: as set, a tcp port other than 0 counted up by rank."""
-    if not options.listen:
-        return (f"shm://kvferry-vllm-{os.getpid()}-{os.urandom(6).hex()}",)
+    """Where this rank listens."""
+    unique = f"shm://kvferry-vllm-{os.getpid()}-{os.urandom(6).hex()}"
+    return _of_rank(options.listen, rank) or (unique,)
+
+
+def _of_rank(addresses: tuple[str, ...], rank: int) -> tuple[str, ...]:
+    """The first rank's addresses as this rank's: tcp ports other than 0 counted up, names numbered."""
+
+    def port(found: re.Match[str]) -> str:
+        return str(int(found[1]) + rank)
+
     return tuple(
-        re.sub(r"(?<=:)([1-9]\d*)(?=$|\?)", lambda port: str(int(port[1]) + rank), address)
+        re.sub(r"(?<=:)([1-9]\d*)(?=$|\?)", port, address)
         if address.startswith("tcp:")
-        else address
-        for address in options.listen
+        else address + (f"-{rank}" if rank else "")
+        for address in addresses
     )
 
 

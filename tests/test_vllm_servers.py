@@ -1,0 +1,195 @@
+"""Real vLLM behind HTTP: a prefill and a decode server, and ``kvferry proxy`` before them.
+
+Needs vLLM (``make test-vllm`` makes a venv for it); skipped with the reason where it is missing.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import wait_until
+from vllm_server import Server, body_of, free_port, post, stream
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm runs these")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+HERE = Path(__file__).parent
+CONNECTOR = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}  # found as a plugin of vLLM
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    subprocess.run([sys.executable, str(HERE / "vllm_model.py"), str(folder)], check=True, timeout=120)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    logs = tmp_path_factory.mktemp("logs")
+    options = {"kv_connector_extra_config": {"lost_seconds": 3, "pull_timeout_seconds": 8}}
+    pair = tuple(
+        Server(model, logs / name, CONNECTOR | options, core)
+        for core, name in enumerate(("prefill", "decode"))
+    )
+    try:
+        for server in pair:
+            server.wait()
+        yield pair[0], pair[1]
+    finally:
+        for server in pair:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def proxy(servers: tuple[Server, Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a proxy before the two."""
+    address = f"127.0.0.1:{free_port()}"
+    with (tmp_path_factory.mktemp("proxy") / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "kvferry", "proxy", "--listen", address),
+                *("--prefill", servers[0].url, "--decode", servers[1].url, "--fallback", "fail"),
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_until(lambda: is_up(f"http://{address}"), 60.0)
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def is_up(url: str) -> bool:
+    try:
+        return "status" not in post(f"{url}/v1/completions", body_of([5, 6, 7], max_tokens=1))
+    except OSError:
+        return False
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    return [(7 * at + 13 * number + at * at % 11) % 250 + 5 for at in range(tokens)]
+
+
+def ids(answer: dict[str, Any]) -> list[int]:
+    assert "choices" in answer, answer
+    return list(answer["choices"][0]["token_ids"])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.9, "seed": 42},
+        {"temperature": 0.8, "seed": 7, "top_p": 0.9, "frequency_penalty": 0.5},
+    ],
+    ids=["greedy", "seed", "seed-top-p-penalty"],
+)
+def test_the_proxy_answers_as_one_server_does(
+    servers: tuple[Server, Server], proxy: str, sampling: dict[str, Any]
+) -> None:
+    before = servers[1].metric("vllm:kvferry_handoff_seconds_count")
+    for number, tokens in enumerate((2, 33, 100, 900)):
+        given = prompt(number, tokens)
+        answer = post(f"{proxy}/v1/completions", body_of(given, cache_salt=f"s{sampling}", **sampling))
+        alone = servers[1].complete(given, cache_salt="alone", **sampling)
+        assert ids(answer) == ids(alone)
+        assert answer["headers"]["x-kvferry-way"] == "handoff", answer["headers"]
+    wait_until(lambda: servers[1].metric("vllm:kvferry_handoff_seconds_count") == before + 4)
+
+
+def test_a_streamed_chat_is_the_same(servers: tuple[Server, Server], proxy: str) -> None:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "The tide goes out, and the ferry waits for it."}],
+        "temperature": 0,
+        "max_tokens": 20,
+        "ignore_eos": True,
+    }
+    alone = post(f"{servers[1].url}/v1/chat/completions", body | {"cache_salt": "alone"})
+    text = ""
+    for event in stream(f"{proxy}/v1/chat/completions", body | {"cache_salt": "pair"}):
+        for choice in event["choices"]:
+            text += choice["delta"].get("content") or ""
+    assert text == alone["choices"][0]["message"]["content"]
+
+
+def test_64_requests_at_once_all_have_their_own_answer(servers: tuple[Server, Server], proxy: str) -> None:
+    prompts = [prompt(number, 40 + 7 * number) for number in range(64)]
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(
+            pool.map(lambda p: post(f"{proxy}/v1/completions", body_of(p, cache_salt="pair")), prompts)
+        )
+        alone = list(pool.map(lambda p: servers[0].complete(p, cache_salt="alone"), prompts))
+    assert [ids(answer) for answer in answers] == [ids(answer) for answer in alone]
+    for server in servers:
+        wait_until(lambda server=server: server.metric("vllm:kv_cache_usage_perc") == 0, 30.0)
+        assert server.metric("vllm:kvferry_failed_total") == 0
+
+
+def test_idle_servers_leave_the_processor_alone(servers: tuple[Server, Server]) -> None:
+    """Processor time, not wall time: what else runs on the machine does not count."""
+    seconds = 8.0
+    before = [server.cpu_seconds() for server in servers]
+    time.sleep(seconds)
+    for server, used in zip(servers, before, strict=True):
+        assert (server.cpu_seconds() - used) / seconds < 0.02
+
+
+def test_prefill_that_freezes_or_dies_costs_no_wrong_token(servers: tuple[Server, Server]) -> None:
+    """Frozen and back; then dead before, during and after a handoff. The last test of these servers."""
+    prefill, decode = servers
+    prompts = [prompt(number, 200) for number in range(100, 106)]
+    alone = [ids(decode.complete(given, cache_salt="alone")) for given in prompts]
+
+    def hand_over(number: int, kv: Any, **fields: Any) -> dict[str, Any]:
+        return decode.complete(prompts[number], kv_transfer_params=kv, **fields)
+
+    tickets = [prefill.prefill(given) for given in prompts]
+    assert ids(hand_over(0, tickets[0])) == alone[0]
+    prefill.signal(signal.SIGSTOP)
+    try:
+        frozen = hand_over(1, tickets[1])
+        assert frozen["status"] == 500
+        assert ids(decode.complete(prompts[1], cache_salt="other")) == alone[1]
+    finally:
+        prefill.signal(signal.SIGCONT)
+    wait_until(lambda: ids_or_none(hand_over(2, prefill.prefill(prompts[2]))) == alone[2], 30.0)
+
+    tickets[3:] = [prefill.prefill(given) for given in prompts[3:]]
+    events = stream(
+        f"{decode.url}/v1/completions", body_of(prompts[3], max_tokens=400, kv_transfer_params=tickets[3])
+    )
+    tokens = list(next(events)["choices"][0]["token_ids"])  # after: the handoff is over, decode runs
+    prefill.signal(signal.SIGSTOP)
+    during: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: during.append(hand_over(4, tickets[4])))
+    thread.start()
+    wait_until(lambda: decode.metric("vllm:num_requests_waiting") >= 1, 10.0)
+    prefill.kill()
+    for event in events:
+        tokens += event["choices"][0]["token_ids"]
+    assert tokens[:24] == alone[3]
+    assert len(tokens) == 400
+    thread.join(30)
+    assert during[0]["status"] == 500
+    assert hand_over(5, tickets[5])["status"] == 500
+    assert ids(decode.complete(prompts[5], cache_salt="other")) == alone[5]
+    wait_until(lambda: decode.metric("vllm:kv_cache_usage_perc") == 0, 30.0)
+    assert "Traceback" not in decode.log.read_text()
+
+
+def ids_or_none(answer: dict[str, Any]) -> list[int] | None:
+    return list(answer["choices"][0]["token_ids"]) if "choices" in answer else None
