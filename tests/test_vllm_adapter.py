@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +13,24 @@ from conftest import wait_until
 from kvferry.engines.vllm.identity import files_digest
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.pool_layout import Group, LayerTensor, pool_layout
-from kvferry.engines.vllm.scheduler import REFUSED_KEY, TOKENS_KEY, SchedulerSide
-from kvferry.engines.vllm.step import TICKET_KEY, Load, Save, Step, ticket_text, tickets_from
+from kvferry.engines.vllm.results import Results
+from kvferry.engines.vllm.scheduler import TOKENS_KEY, SchedulerSide
+from kvferry.engines.vllm.step import (
+    PUSH_URL_KEY,
+    REFUSED_KEY,
+    TICKET_KEY,
+    Load,
+    PushSave,
+    Save,
+    Step,
+    block_tables,
+    ticket_text,
+    tickets_from,
+)
 from kvferry.engines.vllm.tickets import TicketClient, TicketServer
-from kvferry.engines.vllm.worker import Results
 from kvferry.errors import DeadlineError, IncompatibleError, InputError, KVFerryError, LocalError
 from kvferry.state import pack_ids
-from vllm_kit import FakeRequest, FakeWorker, packed_layout, random_kv, scheduled
+from vllm_kit import FakeRequest, FakeWorker, PrefillInterface, packed_layout, random_kv, scheduled
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -263,6 +275,101 @@ def test_a_rank_listens_at_its_own_port(worker: Callable[..., FakeWorker]) -> No
     assert second == f"tcp://127.0.0.1:{port + 1}"
 
 
+# Push.
+
+
+@pytest.fixture
+def interface() -> Iterator[Callable[..., PrefillInterface]]:
+    """Make prefill workers with the HTTP interface that decode asks."""
+    made: list[PrefillInterface] = []
+
+    def make(worker: FakeWorker, computed_tokens: int = 0) -> PrefillInterface:
+        made.append(PrefillInterface(worker, computed_tokens))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize(("computed_tokens", "ours"), [(0, 32), (40, 64), (99, 32)])
+def test_a_pushed_prompt_arrives_layer_by_layer(
+    worker: Callable[..., FakeWorker],
+    interface: Callable[..., PrefillInterface],
+    computed_tokens: int,
+    ours: int,
+) -> None:
+    """Also where a prefix hit or earlier chunks of the prompt were there before the last step."""
+    prefill, decode = worker(), worker(block_size=ours)
+    http = interface(prefill, computed_tokens)
+    decode.step(Step(loads=[Load("r", (), pack_ids(IDS), 0, ((9, 8, 7, 6),), http.url)]))
+    results = until_loaded(decode, "r")
+    assert not results.failed, decode.log + prefill.log
+    keys, values = random_kv(100, 100)
+    np.testing.assert_array_equal(decode.read([9, 8, 7, 6], 99), (keys[:, :99], values[:, :99]))
+    saved: set[str] = set()
+    wait_until(lambda: bool(saved.update(prefill.step(Step(), {"push-0"}).saved) or saved))
+    assert saved == {"push-0"}
+
+
+def test_a_push_leaves_out_the_prefix_that_decode_holds(
+    worker: Callable[..., FakeWorker], interface: Callable[..., PrefillInterface]
+) -> None:
+    prefill, decode = worker(), worker()
+    http = interface(prefill)
+    decode.step(Step(loads=[Load("r", (), pack_ids(IDS), 64, ((9, 8, 7, 6),), http.url)]))
+    results = until_loaded(decode, "r")
+    assert not results.failed, decode.log + prefill.log
+    assert not decode.regions[:, [9, 8]].any()
+    assert results.moves[0].nbytes == (99 - 64) * 2 * 2 * 2 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("status", "refuse", "named"), [(503, "", "503"), (200, "it has multimodal input", "multimodal")]
+)
+def test_a_push_that_prefill_does_not_make_fails_at_once(
+    worker: Callable[..., FakeWorker],
+    interface: Callable[..., PrefillInterface],
+    status: int,
+    refuse: str,
+    named: str,
+) -> None:
+    decode = worker()
+    http = interface(worker())
+    http.status, http.refuse = status, refuse
+    decode.step(Step(loads=[Load("r", (), pack_ids(IDS), 0, ((9, 8, 7, 6),), http.url)]))
+    results = until_loaded(decode, "r")
+    assert results.failed == {"r"}
+    assert named in str(results.errors[0])
+    assert decode.side.endpoint.stats().holds == 0
+
+
+def test_a_push_that_nobody_answers_ends(worker: Callable[..., FakeWorker]) -> None:
+    decode = worker(push_timeout_seconds=0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        decode.step(Step(loads=[Load("r", (), pack_ids(IDS), 0, ((9, 8, 7, 6),), url)]))
+        results = until_loaded(decode, "r")
+    assert results.failed == {"r"}
+    assert isinstance(results.errors[0], DeadlineError)
+
+
+def test_a_push_whose_reservation_is_gone_frees_prefill(worker: Callable[..., FakeWorker]) -> None:
+    prefill, decode = worker(), worker()
+    ticket = reserve(decode)
+    decode.side.endpoint.withdraw(ticket)
+    prefill.step(Step(pushes=[PushSave("p", (ticket,), pack_ids(IDS), ((1, 2, 3, 4),), 0)]))
+    saved: set[str] = set()
+    wait_until(lambda: bool(saved.update(prefill.step(Step(), {"p"}).saved) or saved))
+    assert saved == {"p"}
+    assert prefill.side.endpoint.stats().transfers == 0
+
+
+def reserve(decode: FakeWorker) -> bytes:
+    tables = block_tables(((9, 8, 7, 6),), decode.side.endpoint.pool.layout.groups, 99, spare=2)
+    return decode.side.endpoint.reserve("d", 99, tables)
+
+
 # Tickets.
 
 
@@ -300,7 +407,8 @@ def side(
             raise ticket
         return (ticket,) * ranks
 
-    return SchedulerSide(ranks, window, fetch, log.append), log
+    urls = ("http://p",)
+    return SchedulerSide(fetch, log.append, ranks=ranks, window=window, prefill_urls=urls), log
 
 
 def test_a_prompt_is_offered_by_the_step_that_ends_it() -> None:
@@ -451,6 +559,39 @@ def test_tickets_that_do_not_fit_are_told_and_decode_computes_alone(
     assert scheduler.loadable_tokens(second, 0) == 0
     assert "ranks" in log[0]
     assert "n > 1" in log[2]
+
+
+def test_a_prompt_with_decodes_reservation_is_pushed_by_its_last_step(
+    worker: Callable[..., FakeWorker],
+) -> None:
+    ticket = reserve(worker())
+    scheduler, _ = side(LocalError("never asked"))
+    request = FakeRequest("p", IDS, PREFILL | {TICKET_KEY: ticket_text((ticket,))}, num_computed_tokens=64)
+    scheduler.added(request)
+    step = scheduler.end_step(scheduled({"p": [1, 2, 3, 4]}, p=36))
+    assert step.pushes == [PushSave("p", (ticket,), pack_ids(IDS), ((1, 2, 3, 4),), 64)]
+    hold, params = scheduler.finished(request.set_status("FINISHED_LENGTH_CAPPED"))
+    assert hold
+    assert params is not None
+    assert (params["do_remote_prefill"], params[TICKET_KEY]) == (True, ticket_text((ticket,)))
+    short = FakeRequest("s", IDS[:50], PREFILL | {TICKET_KEY: ticket_text((ticket,))})
+    scheduler.added(short)
+    assert "99" in (scheduler.finished(short)[1] or {})[REFUSED_KEY]
+
+
+def test_decode_asks_only_servers_that_were_allowed() -> None:
+    for url, tokens in (("http://p", 99), ("http://evil", 0), (7, 0)):
+        scheduler, log = side()
+        request = FakeRequest("d", IDS, {"do_remote_prefill": True, PUSH_URL_KEY: url})
+        scheduler.added(request)
+        assert scheduler.loadable_tokens(request, 0) == tokens
+        assert len(log) == (tokens == 0)
+        scheduler.allocated(request, ([4, 5, 6, 7],), tokens)
+        loads = scheduler.end_step(scheduled({})).loads
+        assert [load.prefill_url for load in loads] == ["http://p"] * (tokens > 0)
+    scheduler, log = side(ranks=2)
+    scheduler.added(FakeRequest("d", IDS, {"do_remote_prefill": True, PUSH_URL_KEY: "http://p"}))
+    assert "one rank" in log[0]
 
 
 # Start.

@@ -37,11 +37,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
     logs = tmp_path_factory.mktemp("logs")
-    options = {"kv_connector_extra_config": {"lost_seconds": 3, "pull_timeout_seconds": 8}}
-    pair = tuple(
-        Server(model, logs / name, CONNECTOR | options, core)
-        for core, name in enumerate(("prefill", "decode"))
-    )
+    extra = {"pull_timeout_seconds": 12, "push_timeout_seconds": 20}
+    prefill = Server(model, logs / "prefill", CONNECTOR | {"kv_connector_extra_config": extra}, 0)
+    extra |= {"prefill_urls": [prefill.url]}
+    decode = Server(model, logs / "decode", CONNECTOR | {"kv_connector_extra_config": extra}, 1)
+    pair = (prefill, decode)
     try:
         for server in pair:
             server.wait()
@@ -139,13 +139,51 @@ def test_64_requests_at_once_all_have_their_own_answer(servers: tuple[Server, Se
         assert server.metric("vllm:kvferry_failed_total") == 0
 
 
+def pushed(prefill: Server) -> dict[str, Any]:
+    """What a client or router sends decode, which asks prefill to push."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, "kvferry_prefill_url": prefill.url}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 42}], ids=["greedy", "seed"])
+def test_a_push_gives_the_same_tokens(servers: tuple[Server, Server], sampling: dict[str, Any]) -> None:
+    prefill, decode = servers
+    for number, tokens in enumerate((2, 33, 100, 900), 200):
+        given = prompt(number, tokens)
+        before = decode.metric("vllm:kvferry_handoff_seconds_count")
+        answer = decode.complete(
+            given, kv_transfer_params=pushed(prefill), cache_salt=f"push{sampling}", **sampling
+        )
+        assert ids(answer) == ids(decode.complete(given, cache_salt=f"alone{sampling}", **sampling))
+        wait_until(lambda n=before: decode.metric("vllm:kvferry_handoff_seconds_count") == n + 1)
+    prompts = [prompt(number, 30 + 9 * number) for number in range(24)]
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(
+            pool.map(
+                lambda p: decode.complete(p, kv_transfer_params=pushed(prefill), cache_salt="many"), prompts
+            )
+        )
+        alone = list(pool.map(lambda p: prefill.complete(p, cache_salt="alone"), prompts))
+    assert [ids(answer) for answer in answers] == [ids(answer) for answer in alone]
+    for server in servers:
+        wait_until(lambda server=server: server.metric("vllm:kv_cache_usage_perc") == 0, 30.0)
+
+
+def test_only_allowed_servers_are_asked_to_push(servers: tuple[Server, Server]) -> None:
+    """Decode computes alone, and says why in its log; it opens no connection that a client names."""
+    given = prompt(300, 50)
+    elsewhere = {"do_remote_prefill": True, "kvferry_prefill_url": "http://127.0.0.1:1"}
+    answer = servers[1].complete(given, kv_transfer_params=elsewhere, cache_salt="elsewhere")
+    assert ids(answer) == ids(servers[1].complete(given, cache_salt="alone"))
+    assert "prefill_urls" in servers[1].log.read_text()
+
+
 def test_idle_servers_leave_the_processor_alone(servers: tuple[Server, Server]) -> None:
-    """Processor time, not wall time: what else runs on the machine does not count."""
+    """Processor time of all threads but torch's gloo loops, which a plain vLLM keeps turning too."""
     seconds = 8.0
-    before = [server.cpu_seconds() for server in servers]
+    before = [server.cpu_seconds(without="gloo") for server in servers]
     time.sleep(seconds)
     for server, used in zip(servers, before, strict=True):
-        assert (server.cpu_seconds() - used) / seconds < 0.02
+        assert (server.cpu_seconds(without="gloo") - used) / seconds < 0.02
 
 
 def test_prefill_that_freezes_or_dies_costs_no_wrong_token(servers: tuple[Server, Server]) -> None:
@@ -186,6 +224,7 @@ def test_prefill_that_freezes_or_dies_costs_no_wrong_token(servers: tuple[Server
     thread.join(30)
     assert during[0]["status"] == 500
     assert hand_over(5, tickets[5])["status"] == 500
+    assert hand_over(5, pushed(prefill), cache_salt="push")["status"] == 500
     assert ids(decode.complete(prompts[5], cache_salt="other")) == alone[5]
     wait_until(lambda: decode.metric("vllm:kv_cache_usage_perc") == 0, 30.0)
     assert "Traceback" not in decode.log.read_text()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +15,11 @@ from numpy.typing import NDArray
 from kvferry.engines.vllm.identity import fingerprint, requirements
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.pool_layout import Group, LayerTensor, pool_layout
-from kvferry.engines.vllm.step import Step
-from kvferry.engines.vllm.worker import Results, WorkerSide
+from kvferry.engines.vllm.results import Results
+from kvferry.engines.vllm.step import PushSave, Step, tickets_from
+from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.layout import PoolLayout
+from kvferry.state import pack_ids
 from kvferry.transfer import Pool
 
 LAYERS, HEADS, DIM = 2, 2, 4
@@ -109,6 +114,7 @@ class FakeWorker:
     def step(self, step: Step, finished: set[str] = frozenset()) -> Results:  # type: ignore[assignment]
         """One step of vLLM's worker."""
         self.side.before_step(step)
+        self.side.begin_pushes(step)
         self.side.begin_loads(step)
         self.side.begin_saves(step)
         return self.side.collect(finished)
@@ -133,3 +139,62 @@ def random_kv(tokens: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.f
     """K and V of a prompt, (layer, token, head, element) each."""
     keys, values = np.random.default_rng(seed).standard_normal((2, LAYERS, tokens, HEADS, DIM), np.float32)
     return keys, values
+
+
+class PrefillInterface:
+    """The part of a prefill server's HTTP interface that decode asks for a push.
+
+    ``status`` other than 200 is what it answers; ``refuse`` is given as the reason for no push.
+    """
+
+    def __init__(self, worker: FakeWorker, computed_tokens: int = 0) -> None:
+        self.status, self.refuse = 200, ""
+        self.pushed: list[str] = []
+        interface = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer({"data": [{"id": "m"}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                params = body["kv_transfer_params"]
+                if interface.status != 200 or interface.refuse:
+                    refusal = {"kv_transfer_params": {"kvferry_refused": interface.refuse}}
+                    return self.answer(refusal, interface.status)
+                interface.push(worker, body["prompt"], params, computed_tokens)
+                return self.answer({"kv_transfer_params": params | {"do_remote_prefill": True}})
+
+            def answer(self, body: dict[str, Any], status: int = 200) -> None:
+                raw = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(raw)))
+                self.end_headers()
+                self.wfile.write(raw)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def push(self, worker: FakeWorker, ids: list[int], params: dict[str, Any], computed_tokens: int) -> None:
+        """One step of vLLM that computes the rest of a prompt, layer by layer."""
+        blocks = list(range(1, -(-len(ids) // worker.block_size) + 1))
+        keys, values = random_kv(len(ids), len(ids))
+        worker.write(blocks, keys[:, :computed_tokens], values[:, :computed_tokens])
+        request_id = f"push-{len(self.pushed)}"
+        save = PushSave(request_id, tickets_from(params), pack_ids(ids), (tuple(blocks),), computed_tokens)
+        worker.side.begin_pushes(Step(pushes=[save]))
+        worker.write(blocks, keys, values)
+        for layer in range(LAYERS):
+            worker.side.layer_done(layer)
+        worker.side.begin_saves(Step())
+        self.pushed.append(request_id)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()

@@ -19,12 +19,13 @@ from vllm.logger import init_logger
 from kvferry.engines.vllm.describe import describe_model, describe_pool, largest_window
 from kvferry.engines.vllm.identity import requirements
 from kvferry.engines.vllm.options import read_options
-from kvferry.engines.vllm.pool_layout import LAYOUT_NAME
+from kvferry.engines.vllm.pool_layout import LAYOUT_NAME, layer_number
+from kvferry.engines.vllm.results import Results
 from kvferry.engines.vllm.scheduler import SchedulerSide
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats
 from kvferry.engines.vllm.step import Step, Tickets
 from kvferry.engines.vllm.tickets import TicketClient, TicketServer
-from kvferry.engines.vllm.worker import Results, WorkerSide
+from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.errors import LocalError
 
 __all__ = ["KVFerryConnector"]
@@ -57,7 +58,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._clients: list[TicketClient] = []
         ranks = vllm_config.parallel_config.world_size
         self._scheduler = SchedulerSide(
-            ranks, largest_window(kv_cache_config), self._fetch_tickets, _logger.warning
+            self._fetch_tickets,
+            _logger.warning,
+            ranks=ranks,
+            window=largest_window(kv_cache_config),
+            prefill_urls=self._options.prefill_urls,
         )
 
     # Worker side.
@@ -81,6 +86,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Where this rank's tickets are served; vLLM gives it to the scheduler side at start."""
         return None if self._server is None else _WorkerAddress(self._server.address)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The step begins: claim the reservations that its prompts are pushed into."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_pushes(self._bound_step())
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """End the offers whose blocks this step overwrites."""
         assert isinstance(kv_connector_metadata, _StepMetadata)
@@ -97,7 +108,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """A pull reads after the forward."""
+        """The forward has written this layer: a push of it begins now; a pull reads after the forward."""
+        del kv_layer, attn_metadata, kwargs
+        self._work().layer_done(layer_number(layer_name))
 
     def wait_for_save(self) -> None:
         """The forward is done: offer the prompts that it finished."""
@@ -182,6 +195,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     # Both.
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A push begins inside the forward, where a replayed graph would not call it."""
+        del extra_config
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:

@@ -22,6 +22,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     name of its own. A tcp port other than 0 is the first rank's; rank r listens at port + r.
     ``peers``: addresses of workers that have to fit; compared at start, before any request.
     ``transport``: scheme that decode claims by; empty for the first of prefill's addresses.
+    ``prefill_urls``: base URLs of prefill servers that decode may ask to push; a request names one.
     ``identity``: certificate and key of this worker (``kvferry certs``), for tcp off loopback.
     ``lost_seconds``: silence after which a peer counts as gone. A busy Python thread in vLLM's
     worker holds up the endpoint's, so it is longer than an endpoint's own default.
@@ -30,11 +31,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     listen: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     transport: str = ""
+    prefill_urls: tuple[str, ...] = ()
     identity: str = ""
     integrity: bool = True
     lost_seconds: Annotated[float, Meta(ge=1, le=600)] = 5.0
     lease_seconds: _Seconds = 30.0
     pull_timeout_seconds: _Seconds = 10.0
+    push_timeout_seconds: _Seconds = 60.0
     ticket_timeout_seconds: _Seconds = 5.0
     max_pulls: Annotated[int, Meta(ge=1, le=256)] = 32
     copy_threads: Annotated[int, Meta(ge=1, le=64)] = 2

@@ -16,7 +16,7 @@ import msgspec
 from kvferry.errors import IncompatibleError
 from kvferry.layout import ITEMSIZE, GroupLayout, LayerKind, PoolLayout, Role, TensorLayout
 
-__all__ = ["Group", "LayerTensor", "pool_layout"]
+__all__ = ["Group", "LayerTensor", "layer_number", "pool_layout"]
 
 LAYOUT_NAME = "vllm-cpu-k-transposed"
 
@@ -58,7 +58,7 @@ def pool_layout(
     for index, group in enumerate(groups):
         parts: list[TensorLayout] = []
         for name in group.layers:
-            parts += _layer(_number(name), tensors[name], group, dtype, first_head)
+            parts += _layer(layer_number(name), tensors[name], group, dtype, first_head)
         # A window of W tokens with the one that is computed: W - 1 before it are what is kept.
         window = None if group.window is None else group.window - 1
         kind = LayerKind.FULL if window is None else LayerKind.SLIDING
@@ -96,8 +96,8 @@ def _layer(
     return key, value
 
 
-def _number(name: str) -> int:
-    """``model.layers.7.self_attn.attn`` -> 7."""
+def layer_number(name: str) -> int:
+    """``model.layers.7.self_attn.attn`` -> 7. Raises IncompatibleError."""
     numbers = re.findall(r"\.(\d+)\.", name)
     if len(numbers) != 1:
         raise IncompatibleError(

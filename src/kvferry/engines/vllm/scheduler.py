@@ -15,28 +15,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engines.vllm.step import TICKET_KEY, Load, Save, Step, Tickets, ticket_text, tickets_from
+from kvferry.engines.vllm.step import (
+    PUSH_URL_KEY,
+    REFUSED_KEY,
+    TICKET_KEY,
+    Load,
+    PushSave,
+    Save,
+    Step,
+    Tickets,
+    ticket_text,
+    tickets_from,
+)
 from kvferry.errors import IncompatibleError, InputError, KVFerryError
-from kvferry.protocol.ticket import Mode, read_ticket
+from kvferry.protocol.ticket import Mode, Ticket, read_ticket
 from kvferry.state import pack_ids
 
-__all__ = ["REFUSED_KEY", "TOKENS_KEY", "SchedulerSide"]
+__all__ = ["TOKENS_KEY", "SchedulerSide"]
 
 _HANDED_OVER = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
-REFUSED_KEY = "kvferry_refused"
 TOKENS_KEY = "kvferry_tokens"
 
 
 @dataclass
 class _Prefill:
+    """``tickets``: decode's reservation, where it asked for a push."""
+
     request: Any
     offered: bool = False
+    tickets: Tickets = ()
 
 
 @dataclass(frozen=True)
 class _Decode:
     tickets: Tickets
     tokens: int
+    prefill_url: str = ""
 
 
 class SchedulerSide:
@@ -46,8 +60,15 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, ranks: int, window: int, fetch_tickets: Callable[[str], Tickets], log: Callable[[str], None]
+        self,
+        fetch_tickets: Callable[[str], Tickets],
+        log: Callable[[str], None],
+        *,
+        ranks: int = 1,
+        window: int = 0,
+        prefill_urls: tuple[str, ...] = (),
     ) -> None:
+        self._prefill_urls = prefill_urls
         self._ranks = ranks
         self._window = window
         self._fetch_tickets = fetch_tickets
@@ -63,27 +84,53 @@ class SchedulerSide:
         """A request has arrived; what its parameters ask for is checked now, once."""
         params = request.kv_transfer_params or {}
         request_id = request.request_id
-        if params.get("do_remote_decode"):
-            if reason := _why_not(request):
-                self._refused[request_id] = reason
-            else:
-                self._prefills[request_id] = _Prefill(request)
-        elif params.get("do_remote_prefill") and TICKET_KEY in params:
-            try:
+        try:
+            if params.get("do_remote_decode"):
+                self._prefills[request_id] = self._prefill(request, params)
+            elif params.get("do_remote_prefill") and PUSH_URL_KEY in params:
+                self._accept_push(request, params[PUSH_URL_KEY])
+            elif params.get("do_remote_prefill") and TICKET_KEY in params:
                 self._accept(request, tickets_from(params))
-            except KVFerryError as error:
+        except KVFerryError as error:
+            if params.get("do_remote_decode"):
+                self._refused[request_id] = error.message
+            else:
                 self._log(f"request {request_id} is computed here alone: {error}")
 
-    def _accept(self, request: Any, tickets: Tickets) -> None:
+    def _prefill(self, request: Any, params: dict[str, Any]) -> _Prefill:
+        _check_request(request)
+        if TICKET_KEY not in params:
+            return _Prefill(request)
+        tickets = tickets_from(params)
+        opened = self._opened(tickets, Mode.PUSH)
+        if opened.tokens != request.num_prompt_tokens - 1:
+            raise InputError(
+                f"{TICKET_KEY}: decode reserved {opened.tokens} tokens, the prompt has"
+                f" {request.num_prompt_tokens - 1} before its last"
+            )
+        return _Prefill(request, tickets=tickets)
+
+    def _opened(self, tickets: Tickets, mode: Mode) -> Ticket:
         if len(tickets) != self._ranks:
-            raise IncompatibleError(f"ranks: prefill has {len(tickets)}, decode {self._ranks}")
+            raise IncompatibleError(f"ranks: the ticket is of {len(tickets)}, there are {self._ranks} here")
         opened = read_ticket(tickets[0])
-        if opened.mode is not Mode.PULL:
-            raise InputError(f"{TICKET_KEY}: it is for a {opened.mode}, decode needs one for a pull")
+        if opened.mode is not mode:
+            raise InputError(f"{TICKET_KEY}: it is for a {opened.mode}, not for a {mode}")
+        return opened
+
+    def _accept_push(self, request: Any, url: Any) -> None:
+        _check_request(request)
+        if url not in self._prefill_urls:
+            raise InputError(f"{PUSH_URL_KEY}: {url!r} is not one of the option prefill_urls")
+        if self._ranks > 1:
+            raise InputError(f"{PUSH_URL_KEY}: pushes are for one rank, there are {self._ranks} here")
+        self._decodes[request.request_id] = _Decode((), request.num_prompt_tokens - 1, url)
+
+    def _accept(self, request: Any, tickets: Tickets) -> None:
+        opened = self._opened(tickets, Mode.PULL)
         if tickets in self._in_use.values():
             raise InputError(f"{TICKET_KEY}: another request here has it (n > 1?), and it is good once")
-        if reason := _why_not(request):
-            raise InputError(reason)
+        _check_request(request)
         self._decodes[request.request_id] = _Decode(tickets, opened.tokens)
         self._in_use[request.request_id] = tickets
 
@@ -114,10 +161,13 @@ class SchedulerSide:
                 pack_ids(request.prompt_token_ids),
                 held,
                 tuple(tuple(ids) for ids in blocks),
+                decode.prefill_url,
             )
         )
 
     def _give_back(self, request: Any, decode: _Decode) -> None:
+        if not decode.tickets:
+            return  # nothing was reserved, and prefill was not asked
         ids = pack_ids(request.prompt_token_ids)
         self._step.unwanted.append(Load(request.request_id, decode.tickets, ids, decode.tokens, ()))
 
@@ -132,10 +182,14 @@ class SchedulerSide:
             computed = request.num_computed_tokens + scheduled
             if scheduled and not prefill.offered and computed >= request.num_prompt_tokens:
                 prefill.offered = True
-                blocks = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
-                self._step.saves.append(
-                    Save(request_id, pack_ids(request.prompt_token_ids), tuple(tuple(ids) for ids in blocks))
-                )
+                found = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                ids, blocks = pack_ids(request.prompt_token_ids), tuple(tuple(ids) for ids in found)
+                if prefill.tickets:
+                    self._step.pushes.append(
+                        PushSave(request_id, prefill.tickets, ids, blocks, request.num_computed_tokens)
+                    )
+                else:
+                    self._step.saves.append(Save(request_id, ids, blocks))
         step, self._step = self._step, Step()
         return step
 
@@ -159,7 +213,7 @@ class SchedulerSide:
             self._step.withdrawn.append(request_id)
             return True, None
         try:
-            tickets = self._fetch_tickets(request_id)
+            tickets = prefill.tickets or self._fetch_tickets(request_id)
         except KVFerryError as error:
             self._log(f"request {request_id} is not handed over: {error}")
             self._step.withdrawn.append(request_id)
@@ -176,8 +230,13 @@ def _nothing_to_fetch(reason: str) -> dict[str, Any]:
     return {"do_remote_prefill": False, "do_remote_decode": False, REFUSED_KEY: reason}
 
 
+def _check_request(request: Any) -> None:
+    """Raise InputError for what decides a request's KV besides its ids, which decode could not compare."""
+    if reason := _why_not(request):
+        raise InputError(reason)
+
+
 def _why_not(request: Any) -> str:
-    """What of a request decides its KV besides the token ids, which decode could not compare."""
     if getattr(request, "lora_request", None) is not None:
         return f"it uses the LoRA adapter {request.lora_request.lora_name!r}"
     if getattr(request, "mm_features", None):

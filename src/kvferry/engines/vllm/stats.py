@@ -8,7 +8,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvferry.engines.vllm.worker import Results
+from kvferry.engines.vllm.results import Results
 
 __all__ = ["FerryMetrics", "FerryStats"]
 

@@ -14,8 +14,11 @@ from kvferry.errors import InputError
 from kvferry.layout import BlockTable, GroupLayout
 
 __all__ = [
+    "PUSH_URL_KEY",
+    "REFUSED_KEY",
     "TICKET_KEY",
     "Load",
+    "PushSave",
     "Save",
     "Step",
     "Tickets",
@@ -25,6 +28,8 @@ __all__ = [
 ]
 
 TICKET_KEY = "kvferry_ticket"
+REFUSED_KEY = "kvferry_refused"
+PUSH_URL_KEY = "kvferry_prefill_url"
 _MAX_TICKET_CHARACTERS = 1 << 20
 
 Tickets = tuple[bytes, ...]
@@ -44,11 +49,26 @@ class Save:
 
 
 @dataclass(frozen=True)
+class PushSave:
+    """A prompt whose last part this step computes, for which decode has reserved blocks: push its KV.
+
+    ``computed_tokens``: leading tokens that are in ``blocks`` before the step; the step's forward adds
+    the others, layer by layer.
+    """
+
+    request_id: str
+    tickets: Tickets
+    ids: bytes
+    blocks: GroupIds
+    computed_tokens: int
+
+
+@dataclass(frozen=True)
 class Load:
-    """A request whose KV is to be fetched into ``blocks``.
+    """A request whose KV is to come into ``blocks``: fetched with ``tickets``, or pushed.
 
     ``held_tokens``: leading tokens that the prefix cache holds already, in blocks that others may
-    be reading. ``ids``: the prompt, raw int32.
+    be reading. ``ids``: the prompt, raw int32. ``prefill_url``: the server that is asked to push.
     """
 
     request_id: str
@@ -56,6 +76,7 @@ class Load:
     ids: bytes
     held_tokens: int
     blocks: GroupIds
+    prefill_url: str = ""
 
 
 @dataclass
@@ -65,6 +86,7 @@ class Step:
     """
 
     saves: list[Save] = field(default_factory=list)
+    pushes: list[PushSave] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
