@@ -121,17 +121,19 @@ class Server:
         root = psutil.Process(self._process.pid)
         return [root, *root.children(recursive=True)]
 
-    def cpu_seconds(self, without: str = "") -> float:
-        """Processor time of its processes so far, or of their threads but those of this name."""
-        if not without:
-            return sum(sum(process.cpu_times()[:2]) for process in self.processes())
-        total = 0.0
+    def cpu_seconds(self) -> float:
+        """Processor time of all its processes so far."""
+        return sum(self.thread_seconds().values())
+
+    def thread_seconds(self) -> dict[str, float]:
+        """Processor time of each thread so far, by process and thread id and name."""
+        found = {}
         for process in self.processes():
             for thread in process.threads():
                 with contextlib.suppress(FileNotFoundError):  # it has just ended
-                    name = Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text()
-                    total += 0.0 if name.startswith(without) else thread.user_time + thread.system_time
-        return total
+                    name = Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text().strip()
+                    found[f"{process.pid} {thread.id} {name}"] = thread.user_time + thread.system_time
+        return found
 
     def signal(self, number: int) -> None:
         """Send a signal to its whole group."""
