@@ -26,7 +26,7 @@ demo: $(VENV)/installed
 # One BLAS thread a process: threads that spin for each other's cores make small models ten times slower.
 test: export OPENBLAS_NUM_THREADS = 1
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 # Sizes against the cache tensors of transformers, in a venv of its own: torch is large.
 VERIFY := .venv-verify

@@ -60,7 +60,13 @@ class Process:
 
     def interrupt(self) -> int:
         """As Ctrl-C does; returns the exit status."""
+        self.signal()
+        return self.wait()
+
+    def signal(self) -> None:
         self._process.send_signal(signal.SIGINT)
+
+    def wait(self) -> int:
         return self._process.wait(30)
 
     def close(self) -> None:

@@ -32,13 +32,12 @@ def measured(server: PlantedServer, **changes: Any) -> Measured:
     """One measurement on the virtual clock; the server is closed with it."""
     fields: dict[str, Any] = {
         "url": "http://planted", "prompt_lengths": LENGTHS, "rates": (2.0,), "chunk_tokens": server.chunk,
-        "window_seconds": 30.0, "max_seconds": 300.0,
+        "window_seconds": 15.0, "max_seconds": 300.0,
     }  # fmt: skip
     return run_virtually(measure(InterferenceOptions(**fields | changes), transport=server))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("chunk", [512, 4096])
+@pytest.mark.parametrize(("share", "chunk"), [(0.0, 512), (0.4, 4096), (1.0, 512)])
 def test_a_planted_law_is_found(share: float, chunk: int) -> None:
     """Both laws, the mixed step within 0.05, the foretold gaps near the measured ones."""
     server = PlantedServer(share=share, chunk=chunk)
@@ -54,9 +53,9 @@ def test_a_planted_law_is_found(share: float, chunk: int) -> None:
         assert decode.seconds(batch, context) == pytest.approx(a + b * context + c * batch, rel=0.01)
     assert found.mixed.mixed_share == pytest.approx(share, abs=0.05)
     assert found.mixed.standard_error is not None
-    assert found.mixed.standard_error < 0.1
+    assert found.mixed.standard_error < 0.25
     (tail,) = found.tails
-    assert tail.requests_per_second == pytest.approx(2.0, rel=0.35)  # Poisson, in 30 s
+    assert tail.requests_per_second == pytest.approx(2.0, rel=0.5)  # Poisson, in 15 s
     assert all(abs(error) < 0.2 for error in tail.errors.values()), tail
     assert found.profile.worst_error is not None
     assert found.profile.worst_error < 0.02

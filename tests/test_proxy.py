@@ -26,6 +26,10 @@ def proxy(*arguments: str) -> Server:
     return Server(*arguments, verb="proxy", model=())
 
 
+# All of them on one worker of xdist, so that the servers start once.
+pytestmark = pytest.mark.xdist_group("servers")
+
+
 @pytest.fixture(scope="module")
 def workers() -> Iterator[tuple[Server, Server]]:
     """A prefill and a decode worker."""
@@ -124,6 +128,23 @@ def test_a_client_that_leaves_frees_both_workers(workers: tuple[Server, Server],
         front.client.post("/v1/completions", json=asked(8000), timeout=0.7)
     empty(*workers)
     assert all(worker["requests"] == 0 for worker in front.health()["prefill"] + front.health()["decode"])
+
+
+def test_ctrl_c_in_the_middle_of_streams_ends_them_with_an_error(workers: tuple[Server, Server]) -> None:
+    """A second one does not wait: client, proxy and server are told, in order; no traceback, exit 0."""
+    prefill, _ = workers
+    with Server(*KV) as decode, proxy("--prefill", prefill.url, "--decode", decode.url) as front:
+        for server in (front, decode):
+            with server.client.stream("POST", "/v1/completions", json=asked(9000, stream=True)) as answer:
+                lines = (line for line in answer.iter_lines() if line)
+                next(lines)
+                server.signal()
+                server.signal()
+                *_, last = lines
+            assert '"error"' in last
+            assert server.wait() == 0
+            assert "Traceback" not in server.said
+    prefill.wait_empty()
 
 
 @contextlib.contextmanager
@@ -248,28 +269,25 @@ def test_all_prefill_workers_gone_by_policy(workers: tuple[Server, Server]) -> N
 def test_a_decode_worker_that_dies_in_the_middle(workers: tuple[Server, Server]) -> None:
     """A seeded stream goes on at another one, each character once; an unseeded one ends with an error."""
     prefill, decode = workers
-    body = asked(600, **SEEDED)
-    alone = text_of(decode.complete(body))
-    for sampled in (False, True):
-        with Server(*KV, "--name", "dying") as dying:
-            # Of two that are alike the proxy takes the first.
-            ends = ("--prefill", prefill.url, "--decode", f"dying={dying.url}", f"d={decode.url}")
-            with proxy(*ends) as front:
-                asking = body | {"stream": True} | ({"seed": None} if sampled else {})
-                with front.client.stream("POST", "/v1/completions", json=asking) as answer:
-                    lines = (line for line in answer.iter_lines() if line)
-                    head = [next(lines) for _ in range(5)]
-                    assert dying.health()["running"] == 1
-                    dying.kill()
-                    rest = list(lines)
-                if sampled:
-                    assert '"error"' in rest[-1]
-                    assert "dying" in rest[-1]
-                    continue
-                assert rest[-1] == "data: [DONE]"
-                events = [httpx.Response(200, content=line[6:]).json() for line in head + rest[:-1]]
-                assert text_of_stream(events) == alone
-                assert front.health()["counts"]["restarts"] == 1
+    body = asked(1200, **SEEDED, stream=True)
+    alone = text_of(decode.complete(body | {"stream": False}))
+    with Server(*KV, "--name", "dying") as dying, contextlib.ExitStack() as stack:
+        # Of two that are alike a proxy takes the first; each stream has a proxy of its own.
+        ends = ("--prefill", prefill.url, "--decode", f"dying={dying.url}", f"d={decode.url}")
+        fronts = [stack.enter_context(proxy(*ends)) for _ in range(2)]
+        streams = []
+        for front, asking in zip(fronts, (body, body | {"seed": None}), strict=True):
+            answer = stack.enter_context(front.client.stream("POST", "/v1/completions", json=asking))
+            lines = (line for line in answer.iter_lines() if line)
+            streams.append((lines, [next(lines) for _ in range(3)]))
+        assert dying.health()["running"] == 2
+        dying.kill()
+        seeded, sampled = ([*head, *lines] for lines, head in streams)
+        assert seeded[-1] == "data: [DONE]"
+        assert text_of_stream([json.loads(line[6:]) for line in seeded[:-1]]) == alone
+        assert fronts[0].health()["counts"]["restarts"] == 1
+        assert '"error"' in sampled[-1]
+        assert "dying" in sampled[-1]
     empty(*workers)
 
 

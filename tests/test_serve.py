@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,10 @@ from serve_kit import COMMAND, GREEDY, PROMPT, SEEDED, Server, asked, text_of, t
 
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
 EMIT = {"kvferry_first_token": "emit"}
+
+
+# All of them on one worker of xdist, so that the servers start once.
+pytestmark = pytest.mark.xdist_group("servers")
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +271,35 @@ def test_bad_options_are_one_line_and_exit_2(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["serve", "proxy", "interference"])
+def test_without_the_extra_one_line_says_what_to_install(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("kvferry.proxy", "kvferry.interference"))]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("kvferry.serve.app", "kvferry.serve.http"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for package in ("starlette", "starlette.applications", "starlette.requests", "httpx"):
+        monkeypatch.setitem(sys.modules, package, None)
+    arguments = {
+        "serve": ["--listen", "127.0.0.1:0", "--model", "tiny"],
+        "proxy": ["--prefill", "http://a:1", "--decode", "http://b:1"],
+        "interference": ["http://h:1", "--prompt-tokens", "100"],
+    }
+    assert run([verb, *arguments[verb]]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "pip install 'kvferry[serve]'" in said
+
+
+@pytest.mark.parametrize("verb", ["serve --model tiny", "proxy --prefill http://a:1 --decode http://b:1"])
+def test_a_stdout_that_takes_nothing_ends_it_in_one_line(verb: str) -> None:
+    command = f"exec {sys.executable} -m kvferry {verb} --listen 127.0.0.1:0 >/dev/full"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "kvferry: stdout: No space left on device\n"
 
 
 def test_an_address_in_use_is_exit_1_and_ctrl_c_exit_0() -> None:

@@ -11,7 +11,7 @@ import msgspec
 from cyclopts import Parameter
 
 from kvferry.cli.options import Whole
-from kvferry.errors import InputError, LocalError
+from kvferry.errors import InputError
 
 if TYPE_CHECKING:
     from kvferry.interference import InterferenceOptions
@@ -90,16 +90,15 @@ def interference(
     as_json
         Print the profile as one JSON object.
     """
-    options = (flags or InterferenceFlags()).options(url)
     try:
         from kvferry.interference import check_options, measure, profile_object
     except ImportError as error:
-        raise LocalError(
-            f"the package {error.name!r} is missing", next_step="pip install 'kvferry[serve]'"
-        ) from error
+        from kvferry.serve.run import missing_extra
+
+        raise missing_extra(error) from error
     from kvferry.cli.interference_show import Bars, show, write
 
-    check_options(options)
+    options = check_options((flags or InterferenceFlags()).options(url))
     with Bars() as bars:
         measured = asyncio.run(measure(options, bars.update))
     made = profile_object(measured)

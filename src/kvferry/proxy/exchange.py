@@ -176,6 +176,7 @@ class Exchange:
         if first is not None:
             yield first
         may_restart = self._options.fallback == "decode"
+        upstream = self._state.upstream
         while True:
             events, stack = opened or (None, contextlib.AsyncExitStack())
             async with stack:
@@ -188,7 +189,7 @@ class Exchange:
                 except (WorkerFailedError, RefusedError) as error:
                     if isinstance(error, WorkerFailedError):
                         self._state.workers.failed(worker)
-                    if not may_restart or not self._may_repeat(writer):
+                    if upstream.is_ending or not may_restart or not self._may_repeat(writer):
                         yield failure(error)
                         return
                 except DivergedError:

@@ -54,7 +54,8 @@ def run_proxy(options: ProxyOptions, on_ready: Callable[[Proxying], None]) -> No
             thresholds=thresholds,
             pid=os.getpid(),
         )
-        run_app(make_app(make_state(options, costs)), sock, lambda: on_ready(said))
+        state = make_state(options, costs)
+        run_app(make_app(state), sock, lambda: on_ready(said), state.upstream.end)
 
 
 def _parts() -> tuple[Any, Any]:

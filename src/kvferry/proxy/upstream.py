@@ -50,6 +50,14 @@ class Upstream:
         self._client = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), trust_env=False
         )
+        self._open: set[httpx.Response] = set()
+        self.is_ending = False
+
+    async def end(self) -> None:
+        """Break off what is under way: each request ends with an error of its own."""
+        self.is_ending = True
+        for answer in list(self._open):
+            await answer.aclose()
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -113,7 +121,11 @@ class Upstream:
             ) as answer:
                 if answer.status_code != 200:
                     await _raise_status(worker, answer)
-                yield answer
+                self._open.add(answer)
+                try:
+                    yield answer
+                finally:
+                    self._open.discard(answer)
 
 
 @contextlib.contextmanager
@@ -125,7 +137,7 @@ def _named(worker: Worker, limit_seconds: float) -> Iterator[None]:
         raise WorkerFailedError(worker, f"cannot be reached: {error}") from error
     except httpx.TimeoutException as error:
         raise WorkerFailedError(worker, f"said nothing for {limit_seconds:.3g} s", status=504) from error
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.StreamError) as error:
         raise WorkerFailedError(worker, f"the connection broke: {error!r}") from error
 
 

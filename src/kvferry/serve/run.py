@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -76,7 +76,10 @@ def run_server(options: ServeOptions, on_ready: Callable[[Serving], None]) -> No
                 incarnation="" if endpoint is None else endpoint.incarnation.hex(),
                 pid=os.getpid(),
             )
-            run_app(app, sock, lambda: on_ready(serving))
+            try:
+                run_app(app, sock, lambda: on_ready(serving), lambda: asyncio.to_thread(batcher.close))
+            finally:
+                close()  # a second time, unless a second signal cut the first one short
         finally:
             if endpoint is not None:
                 endpoint.close()
@@ -126,9 +129,17 @@ def bound_socket(listen: str) -> Iterator[tuple[socket.socket, str]]:
         yield sock, f"http://{shown}:{sock.getsockname()[1]}"
 
 
-def run_app(app: Any, sock: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Run an application on a socket until SIGINT or SIGTERM. A second signal does not wait for answers."""
+def run_app(
+    app: Any, sock: socket.socket, on_ready: Callable[[], None], on_end: Callable[[], Awaitable[None]]
+) -> None:
+    """Run an application on a socket until SIGINT or SIGTERM.
+
+    What is under way has 5 s then, or until a second SIGINT; ``on_end`` makes the rest fail in order.
+    An error of ``on_ready`` (stdout is gone) ends it in order too, and is raised.
+    """
     import uvicorn  # noqa: PLC0415
+
+    failed: list[Exception] = []
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -145,12 +156,36 @@ def run_app(app: Any, sock: socket.socket, on_ready: Callable[[], None]) -> None
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                on_ready()
+                try:
+                    on_ready()
+                except Exception as error:  # noqa: BLE001 - raised again below, when all has ended in order
+                    failed.append(error)
+                    self.should_exit = True
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            ending = asyncio.ensure_future(self._end())
+            await super().shutdown(sockets)
+            if self.force_exit:  # then uvicorn leaves both out
+                await ending
+                await self.lifespan.shutdown()
+            ending.cancel()
+
+        async def _end(self) -> None:
+            end = asyncio.get_running_loop().time() + _GRACE_SECONDS
+            while not self.force_exit and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.1)
+            await on_end()
 
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_SECONDS
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=2 * _GRACE_SECONDS,
     )
     asyncio.run(Server(config).serve(sockets=[sock]))
+    if failed:
+        raise failed[0]
 
 
 def _make_app() -> Any:
@@ -163,4 +198,5 @@ def _make_app() -> Any:
 
 def missing_extra(error: ImportError) -> LocalError:
     """What to install."""
-    return LocalError(f"the package {error.name!r} is missing", next_step="pip install 'kvferry[serve]'")
+    name = (error.name or "of an extra").partition(".")[0]
+    return LocalError(f"the package {name!r} is missing", next_step="pip install 'kvferry[serve]'")
