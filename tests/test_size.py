@@ -7,8 +7,18 @@ import re
 import msgspec
 import pytest
 
-from kvferry.dtypes import ALIASES, DTYPES, DtypeClass, dtype_named
+from kvferry.dtypes import ALIASES, DTYPES, WIRE_FORMATS, DtypeClass, dtype_named
 from kvferry.errors import InputError
+from kvferry.layout import (
+    BlockTable,
+    Conversions,
+    Extent,
+    PoolLayout,
+    WireFormat,
+    cut_windows,
+    wire_form,
+    wire_nbytes,
+)
 from kvferry.link.presets import PRESETS, link_preset
 from kvferry.model import (
     CacheTensor,
@@ -51,6 +61,36 @@ MLA = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512
 def test_bytes_per_token_by_dtype(dtype: str, nbytes: int) -> None:
     """Llama-3.1-8B takes the published bytes per token in every KV dtype."""
     assert kv_size(LLAMA_8B, 1, kv_dtype=dtype).logical_bytes == nbytes
+
+
+@pytest.mark.parametrize("cached", [0, 32])
+def test_a_wire_format_is_what_a_transfer_sends(cached: int) -> None:
+    """K and V as a byte a value and a scale for each (block, head); as many bytes as windows are cut into."""
+    form = {"kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "block_size": 16, "num_blocks": 8}
+    pool = PoolLayout.paged(range(4), **form)  # type: ignore[arg-type]
+    side = (pool, (BlockTable(0, range(8)),))
+    for wire in WIRE_FORMATS:
+        crossing = wire_form(pool, pool, Conversions(wire=wire))  # type: ignore[arg-type]
+        assert crossing is not None
+        windows = cut_windows(crossing, side, side, Extent(128, cached, (0, 128)), slot_nbytes=1 << 20)
+        asked = {"kv_dtype": "bf16", "block_size": 16, "cached_tokens": cached, "wire_format": wire}
+        size = kv_size(load_shape("shape:4x8x128"), 128, **asked)  # type: ignore[arg-type]
+        assert size.wire_bytes - size.state_bytes == wire_nbytes(windows)
+        assert size.logical_bytes == 4 * 2 * 8 * 128 * 128 * 2  # the pools hold what they held
+
+
+def test_latents_and_state_have_no_wire_format() -> None:
+    """Only floating-point K and V are scaled: an MLA cache crosses as it is, and so does a quantised one."""
+    for shape, dtype in ((ModelShape.from_config(MLA), "bf16"), (LLAMA_8B, "fp8")):
+        sizes = [
+            kv_size(shape, 64, kv_dtype=dtype, block_size=16, wire_format=wire) for wire in (None, "int8")
+        ]
+        assert sizes[0].wire_bytes == sizes[1].wire_bytes
+
+
+def test_wire_formats_have_one_list() -> None:
+    """What sizes count is what transfers send."""
+    assert tuple(WireFormat) == WIRE_FORMATS
 
 
 def test_ggml_dtypes_agree_with_the_gguf_package() -> None:
@@ -229,6 +269,7 @@ def test_known_trap_of_bits_and_bytes() -> None:
         ({"tokens": 5, "kv_dtype": "fp9"}, "kv_dtype"),
         ({"tokens": 5, "k_dtype": ""}, "k_dtype"),
         ({"tokens": 5, "v_dtype": "x"}, "v_dtype"),
+        ({"tokens": 5, "wire_format": "int4"}, "wire_format"),
     ],
 )
 def test_bad_arguments_are_named(options: dict[str, object], named: str) -> None:

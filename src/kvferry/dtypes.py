@@ -18,7 +18,16 @@ import msgspec
 
 from kvferry.errors import InputError
 
-__all__ = ["ALIASES", "DTYPES", "DtypeClass", "KVDtype", "dtype_named", "float_named"]
+__all__ = [
+    "ALIASES",
+    "DTYPES",
+    "SCALE_NBYTES",
+    "WIRE_FORMATS",
+    "DtypeClass",
+    "KVDtype",
+    "dtype_named",
+    "float_named",
+]
 
 
 class DtypeClass(StrEnum):
@@ -70,6 +79,10 @@ _ALL = (
     KVDtype("nvfp4_ds_mla", DtypeClass.MLA_PACKED),
 )
 DTYPES: dict[str, KVDtype] = {dtype.name: dtype for dtype in _ALL}
+
+# Forms that floating-point K and V may cross the wire in: a byte a value, a scale for each (block, head).
+WIRE_FORMATS = ("float8_e4m3fn", "int8")
+SCALE_NBYTES = 4
 
 ALIASES = {
     "float32": "fp32",

@@ -25,6 +25,7 @@ from math import lcm
 
 import msgspec
 
+from kvferry.dtypes import SCALE_NBYTES, WIRE_FORMATS
 from kvferry.errors import InputError
 from kvferry.model import Growth, LayerGroup, LayerKind, ModelShape
 from kvferry.model.row import Row, assumed_dtypes, resolve_dtypes, row_of, tp_error
@@ -95,6 +96,7 @@ class _Request(msgspec.Struct, frozen=True):
     tp: int
     pp: int
     encoder_tokens: int
+    wire_format: str | None
 
 
 class _Rows(msgspec.Struct, frozen=True):
@@ -120,6 +122,7 @@ def kv_size(
     block_size: int | None = None,
     encoder_tokens: int | None = None,
     last_logits: bool = False,
+    wire_format: str | None = None,
 ) -> KVSize:
     """The size of a request's state after ``tokens`` tokens, of which decode holds ``cached_tokens``.
 
@@ -133,17 +136,17 @@ def kv_size(
         block_size: tokens per block; None: not paged.
         encoder_tokens: length of what cross attention reads, where the model does not fix it.
         last_logits: the record carries a row of logits instead of a pending token.
+        wire_format: what floating-point K and V cross as, of ``kvferry.dtypes.WIRE_FORMATS``.
 
     Raises InputError, which names the argument.
     """
     encoder = _encoder_tokens(shape, encoder_tokens)
-    request = _Request(tokens, cached_tokens, block_size, tp, pp, encoder)
+    request = _Request(tokens, cached_tokens, block_size, tp, pp, encoder, wire_format)
     _check(shape, request)
     asked = (_asked("kv_dtype", kv_dtype), _asked("k_dtype", k_dtype), _asked("v_dtype", v_dtype))
     dtypes = resolve_dtypes(shape.dtype, *asked)
     logits = _logits_row(shape) if last_logits else 0
-    starts = _stage_starts(shape.num_layers, pp)
-    stages = [0] * pp
+    starts, stages = _stage_starts(shape.num_layers, pp), [0] * pp
     groups = []
     num_layers = num_tensors = num_blocks = 0
     for group in shape.groups:
@@ -228,11 +231,18 @@ def _group_size(group: LayerGroup, row: Row, rows: _Rows, request: _Request) -> 
         logical_bytes=logical,
         blocked_bytes=rows.blocked * layer_row,
         allocated_bytes=rows.blocked * layers * row.rank_nbytes * request.tp,
-        wire_bytes=rows.wire * layer_row,
+        wire_bytes=_wire_bytes(row, rows, request) * layers,
         descriptors=rows.wire_blocks * layers * row.pieces,
         constant_bytes=0 if is_growing or is_chunk else logical,
         bytes_per_token=_over(layer_row, group.ratio) if is_growing else 0,
     )
+
+
+def _wire_bytes(row: Row, rows: _Rows, request: _Request) -> int:
+    """What one layer sends."""
+    if request.wire_format is None:
+        return rows.wire * row.nbytes
+    return rows.wire * row.narrow_nbytes + rows.wire_blocks * row.scaled_heads * SCALE_NBYTES
 
 
 def _rows(group: LayerGroup, request: _Request) -> _Rows:
@@ -299,6 +309,8 @@ def _check(shape: ModelShape, request: _Request) -> None:
     _check_range("cached_tokens", request.cached_tokens, 0, request.tokens)
     _check_range("tp", request.tp, 1, MAX_RANKS)
     _check_range("pp", request.pp, 1, shape.num_layers)
+    if request.wire_format not in (None, *WIRE_FORMATS):
+        raise InputError(f"wire_format: {request.wire_format!r} is not one of {', '.join(WIRE_FORMATS)}")
     if request.tp * request.pp > MAX_RANKS:
         raise InputError(f"tp: {request.tp} x pp {request.pp} is more than {MAX_RANKS} ranks")
     if request.block_size is not None:

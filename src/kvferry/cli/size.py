@@ -43,6 +43,8 @@ class SizeOptions:
     "Draft layers with a cache. Default: what the config declares (mtp), 1 (eagle)."
     encoder_tokens: Whole | None = None
     "Length of what cross attention reads, where the model does not fix it."
+    wire_format: str | None = None
+    "K and V cross the wire as this, with scales by (block, head): float8_e4m3fn or int8. Default: as is."
     last_logits: Annotated[bool, Flag] = False
     "The state carries a row of logits instead of a pending token."
 
@@ -62,6 +64,7 @@ class SizeOptions:
             block_size=self.block_size,
             encoder_tokens=self.encoder_tokens,
             last_logits=self.last_logits,
+            wire_format=self.wire_format,
         )
 
 

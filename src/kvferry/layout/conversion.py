@@ -21,11 +21,21 @@ from functools import lru_cache
 
 import msgspec
 
+from kvferry.dtypes import SCALE_NBYTES
 from kvferry.errors import InputError
 from kvferry.layout.records import TensorLayout
 from kvferry.layout.words import ITEMSIZE, Role
 
-__all__ = ["EXACT", "Conversion", "Conversions", "ErrorBound", "WireFormat", "conversion", "convert_dtype"]
+__all__ = [
+    "EXACT",
+    "SCALE_NBYTES",
+    "Conversion",
+    "Conversions",
+    "ErrorBound",
+    "WireFormat",
+    "conversion",
+    "convert_dtype",
+]
 
 
 class WireFormat(StrEnum):
@@ -37,7 +47,6 @@ class WireFormat(StrEnum):
 
 # Largest finite value of each format, and of each float its significand bits and least normal exponent.
 LARGEST = {WireFormat.FP8: 448.0, WireFormat.INT8: 127.0}
-SCALE_NBYTES = 4
 # Scales are never below the least normal float32, so that dividing by one never loses bits.
 LEAST_SCALE = 2.0**-126
 _FLOATS = {"float32": (24, -126), "float16": (11, -14), "bfloat16": (8, -126)}

@@ -16,6 +16,7 @@ from kvferry.model.shape import CacheTensor, LayerGroup, LayerKind, TensorRole
 __all__ = ["Dtypes", "Row", "assumed_dtypes", "resolve_dtypes", "row_of", "tp_error"]
 
 _MODEL_ROLES = frozenset({TensorRole.CONV, TensorRole.STATE})
+_SCALED_ROLES = frozenset({TensorRole.K, TensorRole.V})
 
 
 class Dtypes(msgspec.Struct, frozen=True):
@@ -31,12 +32,17 @@ class Dtypes(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One row of one layer: bytes of one copy, bytes on a rank, pieces that a block has over all ranks."""
+    """One row of one layer: bytes of one copy, bytes on a rank, pieces that a block has over all ranks.
+
+    In a wire format it is ``narrow_nbytes``, and each block adds a scale for each of ``scaled_heads``.
+    """
 
     nbytes: int
     rank_nbytes: int
     pieces: int
     dtypes: tuple[str, ...]
+    narrow_nbytes: int
+    scaled_heads: int
 
 
 @lru_cache(maxsize=256)
@@ -85,7 +91,7 @@ def row_of(
     """
     if not _splits(tensors, query_heads, tp):
         return None
-    nbytes = rank_nbytes = 0
+    nbytes = rank_nbytes = narrow_nbytes = scaled_heads = 0
     names = []
     for tensor in tensors:
         dtype = _dtype_of(tensor, dtypes)
@@ -93,7 +99,11 @@ def row_of(
         nbytes += tensor.heads * head_nbytes
         rank_nbytes += (_heads_per_rank(tensor, tp) or 0) * head_nbytes
         names.append(dtype.name)
-    return Row(nbytes, rank_nbytes, _pieces(tensors, names, tp), tuple(dict.fromkeys(names)))
+        is_scaled = tensor.role in _SCALED_ROLES and dtype.dtype_class is DtypeClass.FLOAT
+        narrow_nbytes += tensor.heads * (tensor.width if is_scaled else head_nbytes)
+        scaled_heads += tensor.heads if is_scaled else 0
+    pieces = _pieces(tensors, names, tp)
+    return Row(nbytes, rank_nbytes, pieces, tuple(dict.fromkeys(names)), narrow_nbytes, scaled_heads)
 
 
 def _pieces(tensors: tuple[CacheTensor, ...], dtypes: list[str], tp: int) -> int:

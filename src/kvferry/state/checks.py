@@ -53,7 +53,7 @@ CHECKS = (
         4,
         "exactness",
         Stage.BEFORE_MOVE,
-        "If bits are asked for: are the numerics and placement equal?",
+        "May values be rounded on the way? For bits: are numerics and placement equal?",
         "ask for tokens or best_effort, or run both workers alike",
         check_exactness,
     ),
