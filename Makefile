@@ -146,6 +146,9 @@ bench: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_models.py
+	$(BIN)/python docs/make_mistakes.py
+	@$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) $(MOONCAKE) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

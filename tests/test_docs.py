@@ -74,3 +74,17 @@ def test_decisions_are_numbered_once() -> None:
     numbers = [page.name[:4] for page in pages]
     assert len(set(numbers)) == len(numbers)
     assert all(page.read_text("utf-8").startswith("# ") for page in pages)
+
+
+def test_mistakes_are_what_the_commands_say() -> None:
+    """The page of common mistakes shows the output of today's commands."""
+    assert (DOCS / "mistakes.md").read_text("utf-8") == load(DOCS / "make_mistakes.py").page(), (
+        "run `make docs`"
+    )
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    """A page that nobody can find is no documentation."""
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
+    named = set(re.findall(r"[\w-]+\.md", nav))
+    assert named == {page.name for page in DOCS.glob("*.md")}
