@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from kvferry.engines.transformers import TransformersEngine, TransformersModel
+from kvferry.engines.transformers import Drafter, TransformersEngine, TransformersModel
 
 VOCAB = 320
 _BASE: dict[str, Any] = {
@@ -265,3 +265,18 @@ def make(family: str, dtype: str, seed: str, block_size: str = "16") -> Transfor
     model = TransformersModel(random_model(family, int(seed), getattr(torch, dtype)))
     layout = model.layout(tokens=1024, requests=16, block_size=int(block_size), encoder_tokens=512)
     return TransformersEngine(model, layout)
+
+
+def make_assisted(family: str, dtype: str, seed: str) -> TransformersEngine:
+    """The same with a draft model: the model itself, its matrices disturbed, so that some drafts hold."""
+    kind = getattr(torch, dtype)
+    draft = random_model(family, int(seed), kind)
+    generator = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.dim() >= 2:
+                noise = torch.randn(parameter.shape, generator=generator) * parameter.float().std() * 0.1
+                parameter.add_(noise.to(kind))
+    model = TransformersModel(random_model(family, int(seed), kind))
+    drafter = Drafter(model, TransformersModel(draft), 4)
+    return TransformersEngine(model, drafter.layout(tokens=1024), drafter=drafter)

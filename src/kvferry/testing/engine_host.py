@@ -15,11 +15,13 @@ from kvferry.engines.base import BlockTables
 from kvferry.engines.local import LocalEngine
 from kvferry.engines.request import StepOutput
 from kvferry.state import Exactness, ExecutionState
-from kvferry.transfer import Endpoint, Move, Pool
+from kvferry.transfer import Endpoint, Move, Pool, Timeouts
 
 __all__ = ["Continued", "EngineHost", "Handed", "Steps", "load_factory", "steps_of"]
 
 SECONDS = 60.0
+# An engine that computes in the same process keeps the interpreter from the endpoint's threads.
+PATIENT = Timeouts(handshake=60.0, heartbeat=1.0, lost=60.0, abort=5.0, start=60.0)
 
 
 class Steps(msgspec.Struct, frozen=True):
@@ -77,6 +79,7 @@ class EngineHost:
             name=name,
             requirements=engine.requirements(),
             process=False,
+            timeouts=PATIENT,
         )
 
     def offer(self, request_id: str, exactness: Exactness = Exactness.BITS) -> Handed:

@@ -11,12 +11,14 @@ except ImportError as error:
         next_step="pip install 'kvferry[transformers]'",
     ) from error
 
+from kvferry.engines.transformers.assisted import Drafter
 from kvferry.engines.transformers.engine import TransformersEngine
 from kvferry.engines.transformers.generation import from_generation_config
 from kvferry.engines.transformers.model import Identity, TransformersModel
 from kvferry.engines.transformers.sampler import TorchSampler
 
 __all__ = [
+    "Drafter",
     "Identity",
     "TorchSampler",
     "TransformersEngine",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from kvferry.engines.base import BlockTables
 from kvferry.engines.grammar import grammar_kinds
 from kvferry.engines.record import Cache
-from kvferry.engines.transformers.form import LAYOUT
+from kvferry.engines.transformers.assisted import DRAFT_PREFIX, Drafter
+from kvferry.engines.transformers.form import LAYOUT, CacheForm
 from kvferry.engines.transformers.model import ModelCache, TransformersModel
 from kvferry.layout import BlockTable, GroupLayout, LayerKind, PoolLayout
 from kvferry.state import (
@@ -24,7 +26,9 @@ from kvferry.state import (
 __all__ = ["describe_cache", "positions", "requirements"]
 
 
-def requirements(model: TransformersModel, layout: PoolLayout) -> Requirements:
+def requirements(
+    model: TransformersModel, layout: PoolLayout, drafter: Drafter | None = None
+) -> Requirements:
     """From the local model alone. Layout and block size keep the bits: tensors are put together first."""
     form = model.form.beside(model.cross_form)
     return Requirements(
@@ -34,6 +38,7 @@ def requirements(model: TransformersModel, layout: PoolLayout) -> Requirements:
         groups=tuple(GroupNeed.of(group, layout=LAYOUT, covers=_covers(group)) for group in layout.groups),
         rng_kinds=(RngKind.TORCH_MT19937_CPU,),
         grammar_kinds=grammar_kinds(),
+        draft=None if drafter is None else drafter.need(),
         proven=(Conversion.LAYOUT, Conversion.BLOCK_TOKENS),
     )
 
@@ -59,17 +64,25 @@ def describe_cache(
 
 
 def positions(
-    model: TransformersModel, layout: PoolLayout, held: ModelCache, tokens: int
+    model: TransformersModel,
+    layout: PoolLayout,
+    held: ModelCache,
+    tokens: int,
+    drafter: Drafter | None = None,
 ) -> tuple[SequencePosition, ...]:
     """How far each group reaches by the word of the rebuilt layers themselves."""
-    return tuple(_position(model, group, held, tokens) for group in layout.groups)
+    found = []
+    for group in layout.groups:
+        form, layers = model.form, held.layers
+        if group.kind is LayerKind.CROSS:
+            form, layers = model.cross_form, held.cross
+        elif drafter is not None and held.draft is not None and group.name.startswith(DRAFT_PREFIX):
+            form, layers = drafter.form, held.draft.layers
+        found.append(_position(form, layers, group, tokens))
+    return tuple(found)
 
 
-def _position(
-    model: TransformersModel, group: GroupLayout, held: ModelCache, tokens: int
-) -> SequencePosition:
-    of_cross = group.kind is LayerKind.CROSS
-    form, layers = (model.cross_form, held.cross) if of_cross else (model.form, held.layers)
+def _position(form: CacheForm, layers: list[Any], group: GroupLayout, tokens: int) -> SequencePosition:
     at = {tensor.at for tensor in form.tensors if tensor.group == group.name}
     seen = {count for index in at for count in _seen(layers[index], group, tokens)}
     if len(seen) != 1:
@@ -79,16 +92,18 @@ def _position(
     return SequencePosition(group=group.name, first_token=first, num_tokens=reached)
 
 
-def _seen(layer: object, group: GroupLayout, tokens: int) -> Iterator[int]:
+def _seen(layer: Any, group: GroupLayout, tokens: int) -> Iterator[int]:
     """Tokens that a layer says it has seen; a recurrent one only knows that it has seen some."""
     if getattr(layer, "keys", None) is not None:
-        yield int(layer.get_seq_length())  # type: ignore[attr-defined]
+        yield int(layer.get_seq_length())
     if group.is_state and hasattr(layer, "has_previous_state"):
         yield tokens if all(layer.has_previous_state.values()) else 0
 
 
 def _covers(group: GroupLayout) -> TokenSource:
-    return TokenSource.ENCODER if group.kind is LayerKind.CROSS else TokenSource.REQUEST
+    if group.kind is LayerKind.CROSS:
+        return TokenSource.ENCODER
+    return TokenSource.DRAFT if group.name.startswith(DRAFT_PREFIX) else TokenSource.REQUEST
 
 
 def _covered(group: GroupLayout, table: BlockTable, tokens: int) -> BlockTable:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace as replace_field
 
 from kvferry.engines.transformers.roles import Growth, Held, attention_kind, held_by, read
 from kvferry.errors import LocalError
@@ -102,28 +103,36 @@ class CacheForm:
         tokens: int,
         *,
         latent_dim: int | None = None,
-        first_layer: int = 0,
         is_cross: bool = False,
-        prefix: str = "",
     ) -> CacheForm:
         """Read the form off layers that have seen ``tokens`` tokens.
 
-        ``first_layer``: number of layer 0 in records; ``prefix``: of the group names. Raises LocalError
-        naming the layer for one that does not hold what its class should hold.
+        Raises LocalError naming the layer for one that does not hold what its class should hold.
         """
         layers: list[LayerNeed] = []
         tensors: list[TensorForm] = []
         for at, layer in enumerate(template):
-            where, number = f"layer {at}", first_layer + at
+            where = f"layer {at}"
             held = held_by(layer, where, latent_dim, is_cross=is_cross)
             kind = LayerKind.CROSS if is_cross else None
-            needs = [*_layer_needs(layer, number, held, latent_dim, kind)]
+            needs = [*_layer_needs(layer, at, held, latent_dim, kind)]
             layers += needs
             for one in held:
-                group = prefix + _group_name(one, needs[0].kind)
-                tensors.append(_tensor_form(layer, number, at, one, group))
+                group = _group_name(one, needs[0].kind)
+                tensors.append(_tensor_form(layer, at, one, group))
                 _check_rows(where, one, read(layer, one.path), tokens)
         return cls(tuple(layers), tuple(tensors), template)
+
+    def renumbered(self, first_layer: int, prefix: str) -> CacheForm:
+        """The same cache as a second one in a pool: layers from ``first_layer`` on, group names prefixed."""
+        return CacheForm(
+            tuple(replace_field(need, layer=need.layer + first_layer) for need in self.layers),
+            tuple(
+                replace(form, layer=form.layer + first_layer, group=prefix + form.group)
+                for form in self.tensors
+            ),
+            self.template,
+        )
 
     def beside(self, other: CacheForm) -> CacheForm:
         """Both, one after the other."""
@@ -205,7 +214,7 @@ def _layer_needs(
         yield LayerNeed(layer=number, kind=LayerKind.DUMMY)
 
 
-def _tensor_form(layer: Any, number: int, at: int, held: Held, group: str) -> TensorForm:
+def _tensor_form(layer: Any, at: int, held: Held, group: str) -> TensorForm:
     tensor = read(layer, held.path)
     assert tensor is not None
     if tensor.shape[0] != 1:
@@ -214,7 +223,7 @@ def _tensor_form(layer: Any, number: int, at: int, held: Held, group: str) -> Te
     heads, width = (shape[0] if held.token_axis == 2 else 1), shape[-1]
     if held.growth is Growth.REMAINDER:
         shape = (held.rate, *shape[1:])  # padded
-    return TensorForm(number, at, held, tensor.dtype, group, heads, width, shape)
+    return TensorForm(at, at, held, tensor.dtype, group, heads, width, shape)
 
 
 def _group_name(held: Held, kind: LayerKind) -> str:

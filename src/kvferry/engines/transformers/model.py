@@ -51,6 +51,7 @@ class ModelCache:
     cache: Any
     encoded: torch.Tensor | None = None
     encoder_digest: str = ""
+    draft: ModelCache | None = None  # the draft model's, in assisted decoding
 
     @property
     def cross_tokens(self) -> int:
