@@ -8,10 +8,10 @@ from typing import Self
 import msgspec
 from rich.bar import Bar
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.table import Table
 
+from kvferry.cli.bars import Bars
 from kvferry.demo import DemoResult
 from kvferry.demo.serving import Served
 from kvferry.units import format_bytes, format_rate, format_seconds
@@ -26,37 +26,11 @@ _STAGES = {
 }
 
 
-class StageBars:
-    """A bar for each stage, on stderr, gone at the end."""
+class StageBars(Bars):
+    """Of the demo's stages."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._bars = Progress(
-            TextColumn("{task.description:<24}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,  # in a log, bars would be noise
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
-
-    def update(self, stage: str, done: int, total: int, text: str) -> None:
-        """A stage got on; the text is for those who watch a stream of it."""
-        del text
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(_STAGES[stage], total=total)
-        self._bars.update(self._tasks[stage], completed=done, total=total)
+        super().__init__(_STAGES)
 
 
 class StageLine:

@@ -96,10 +96,11 @@ def interference(
         from kvferry.serve.run import missing_extra
 
         raise missing_extra(error) from error
-    from kvferry.cli.interference_show import Bars, show, write
+    from kvferry.cli.bars import Bars
+    from kvferry.cli.interference_show import STAGES, show, write
 
     options = check_options((flags or InterferenceFlags()).options(url))
-    with Bars() as bars:
+    with Bars(STAGES) as bars:
         measured = asyncio.run(measure(options, bars.update))
     made = profile_object(measured)
     if out is not None:

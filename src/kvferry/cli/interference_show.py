@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvferry.cli.streams import printable
@@ -17,46 +15,14 @@ from kvferry.interference import Measured
 from kvferry.plan.compute import PrefillTable
 from kvferry.units import format_seconds
 
-__all__ = ["Bars", "show", "write"]
+__all__ = ["STAGES", "show", "write"]
 
-_STAGES = {
+STAGES = {
     "check": "is the server fit for it",
     "prefill": "prefill alone",
     "decode": "decode alone",
     "mixed": "decode beside prompts",
 }
-
-
-class Bars:
-    """A bar for each stage, on stderr, gone at the end."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._bars = Progress(
-            TextColumn("{task.description:<24}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,  # in a log, bars would be noise
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
-
-    def update(self, stage: str, done: int, total: int) -> None:
-        """A stage got on."""
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(_STAGES[stage], total=total)
-        self._bars.update(self._tasks[stage], completed=done, total=total)
 
 
 def write(made: dict[str, Any], out: Path) -> None:
