@@ -35,6 +35,7 @@ from kvferry.protocol.ticket import Mode
 from kvferry.transfer import Endpoint, Pool, Timeouts, windows
 from kvferry.transfer.staging import Staging
 from kvferry.transfer.windows import Packing, Unpacking
+from kvferry.transport.base import CancelToken
 from layout_strategies import Case
 
 Opened = Callable[..., Endpoint]
@@ -548,6 +549,26 @@ def test_a_window_that_nobody_asked_for_is_refused() -> None:
     unpacking = Unpacking(Asked(), mock.Mock())  # type: ignore[arg-type]
     with pytest.raises(PeerError, match="not asked for"):
         unpacking.packed(m.Packed(bytes(16), 0, 0))
+
+
+def test_what_was_ended_before_it_began_asks_for_nothing() -> None:
+    """A fetch that is scheduled and stopped in one breath ends at once, and does not wait for an answer."""
+    asked, cancel = Asked(), CancelToken()
+    asked.peer = object()  # type: ignore[attr-defined]
+    unpacking = Unpacking(asked, cancel)  # type: ignore[arg-type]
+    cancel.cancel(error := LocalError("enough"))
+    unpacking.stop(error)
+
+    async def run() -> None:
+        async with asyncio.timeout(5):
+            await unpacking.fetch((0, 3, 0, 37))
+
+    with (
+        mock.patch.object(windows, "part_windows", return_value=("a", "b")),
+        pytest.raises(LocalError, match="enough"),
+    ):
+        asyncio.run(run())
+    assert not asked.said
 
 
 def test_windows_are_given_in_turn() -> None:

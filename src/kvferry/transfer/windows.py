@@ -288,6 +288,7 @@ class Unpacking:
         """Every window of one part, stored in this side's blocks. Raises what ended it."""
         session, loop = self._session, asyncio.get_running_loop()
         assert session.peer is not None
+        self._cancel.raise_if_cancelled()  # ended before this began: nobody would answer
         windows, arrived = part_windows(session, part), []
         if windows:
             self._ask(part, 0)
