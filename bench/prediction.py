@@ -1,10 +1,10 @@
 """Does a profile fitted from payloads up to 64 MiB predict handoffs of 4 KiB to 512 MiB? On shaped links.
 
-    python bench/prediction.py [--rates 100M 1G 4G] [--seconds 120] [--largest 512MiB] [--json FILE]
+    python bench/prediction.py [--rates 100M 1G] [--seconds 120] [--largest 512MiB] [--json FILE]
 
 Two agents in network namespaces, joined by veth with a token bucket (root, iproute2). For each rate the
-pair is probed as `kvferry probe` does it; then whole handoffs of other sizes and block sizes are
-made, in turns, and compared with what the profile said. Errors are measured over predicted less one.
+pair is probed by the sweep of `kvferry probe`, and in turns with it whole handoffs of other sizes and
+block sizes are made. The fit knows only the sweep. Errors are measured over predicted less one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import numpy as np
 import psutil
 
 from kvferry.errors import NoPlanError
-from kvferry.link import Conditions, LinkFit, Mode
-from kvferry.probe import AgentSite, Payload, ProbePlan, Room, close_all, probe_sites
-from kvferry.probe.sweep import Flow
+from kvferry.link import Conditions, LinkFit, Mode, fit_link
+from kvferry.probe import AgentSite, Payload, Room, close_all, sizes_up_to
+from kvferry.probe.sweep import Flow, Limits, sweep
 from kvferry.testing.namespaces import Namespaces, why_no_namespaces
 from kvferry.units import format_bytes, format_seconds, parse_bytes, parse_rate
 
 PROBED = Payload(64 << 20, 32 << 10)
-SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB to 256 MiB, and the largest
-P95_COPIES, MOST_COPIES, FEWEST_COPIES = 20, 60, 5
+SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB to 256 MiB, and then the largest
+TURNS, FEWEST_TURNS, COPIES, P95_COPIES = 12, 5, 4, 20
 
 
 def wanted(largest: int) -> list[Payload]:
@@ -45,47 +45,48 @@ def wanted(largest: int) -> list[Payload]:
 
 
 async def measure(addresses: Sequence[str], mode: Mode, seconds: float, largest: int) -> list[dict[str, Any]]:
-    """Probe the pair, then compare: one row a handoff shape."""
-    sites = [await AgentSite.connect(address) for address in addresses]
-    plan = ProbePlan(
-        largest=PROBED, transports=("tcp",), modes=(mode,), ways=(0,), seconds=seconds, repeats=100
-    )
-    result = await probe_sites(sites, plan, lambda _: None)
-    (pair,) = result.links.pairs
-    fit = pair.fit(mode)
-    payloads = wanted(largest)
+    """Probe the pair and make the other handoffs, in turns; fit the probe alone, and compare."""
+    probed, others = sizes_up_to(PROBED), wanted(largest)
     sites = [await AgentSite.connect(address) for address in addresses]
     try:
-        room = Room.of(payloads)
+        room = Room.of([*probed, *others])
         for site in sites:
-            await site.open(4 * seconds + 600, room=room, transports=("tcp",), integrity=True)
+            await site.open(3 * seconds + 900, room=room, transports=("tcp",), integrity=True)
         flow = Flow(sites[0], sites[1], mode, "tcp", Conditions(mode=mode))
-        times = await handoffs(flow, payloads, fit, seconds)
+        times = await in_turns(flow, probed, others, seconds)
     finally:
         await close_all(sites)
+    fit = fit_link([sample for sample in flow.samples if not sample.is_cold])
     print(f"  {mode}: fit {line_of(fit)}", flush=True)
-    return [row(payload, fit, times[payload], mode) for payload in payloads]
+    return [row(payload, fit, times[payload], mode) for payload in others]
 
 
-async def handoffs(
-    flow: Flow, payloads: Sequence[Payload], fit: LinkFit, seconds: float
+async def in_turns(
+    flow: Flow, probed: Sequence[Payload], others: Sequence[Payload], seconds: float
 ) -> dict[Payload, list[float]]:
-    """Copies of each, in turns, after one that is not counted; as many as its share of time takes."""
-    times: dict[Payload, list[float]] = {payload: [] for payload in payloads}
+    """A turn of the probe's sweep, then one of the handoffs to predict; seconds of the latter.
+
+    In turns, so that a machine whose load changes is the same for both. Large handoffs are made in
+    fewer turns: each shape has a share of the time.
+    """
+    times: dict[Payload, list[float]] = {payload: [] for payload in others}
     begun = time.monotonic()
-    for turn in range(MOST_COPIES):
-        for payload in payloads:
-            expected = fit.at_least(payload.moved_nbytes, payload.descriptors)
-            share = seconds / len(payloads) * 2
-            if turn > FEWEST_COPIES and turn * expected > share:
+    for turn in range(1, TURNS + 1):
+        await sweep([flow], probed, Limits(COPIES * turn, time.monotonic() + seconds), lambda _: None)
+        if flow.error is not None:
+            raise flow.error
+        for payload in others:
+            expected = 1.5 * flow.expected * payload.nbytes / PROBED.nbytes
+            mean = float(np.mean(times[payload])) if times[payload] else expected
+            if turn > FEWEST_TURNS and 2 * mean * len(times[payload]) > seconds / len(others):
                 continue
-            flow.expected = expected
-            copies = await flow.copy(payload, 2)
-            # The first of each pair of copies warms what the sizes before it have cooled.
-            times[payload].append(copies.copies[1].seconds)
-            if turn == 0:
+            # The first of each exchange warms what other sizes have cooled, and is not counted.
+            flow.expected, large = max(mean, 0.5), mean > 1.0
+            copies = await flow.copy(payload, 1 if large else 1 + COPIES)
+            times[payload] += [copied.seconds for copied in copies.copies[0 if large else 1 :]]
+            if turn == 1:
                 await flow.compare(payload)
-        if time.monotonic() - begun > 3 * seconds:
+        if time.monotonic() - begun > seconds and turn >= FEWEST_TURNS:
             break
     return times
 
@@ -185,8 +186,8 @@ def percent(value: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rates", nargs="+", default=["100M", "1G", "4G"])
-    parser.add_argument("--seconds", type=float, default=120.0, help="of probing, for each rate and mode")
+    parser.add_argument("--rates", nargs="+", default=["100M", "1G"])
+    parser.add_argument("--seconds", type=float, default=120.0, help="at least, for each rate and mode")
     parser.add_argument("--largest", default="512MiB")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)

@@ -361,6 +361,7 @@ def test_a_snapshot_tells_what_happens_and_by_what() -> None:
             assert snapshot.probe is not None
             assert snapshot.probe.stats is not None
             assert snapshot.probe.stats.holds == 3
+            assert (await left.snapshot()).probe is not None  # by wire too, and by whoever may connect
             await move(right, tickets)
             snapshot = await other.snapshot()
             assert snapshot.probe is not None
@@ -371,6 +372,12 @@ def test_a_snapshot_tells_what_happens_and_by_what() -> None:
             assert rate.bytes_per_second > 0
 
     asyncio.run(check())
+
+
+def test_one_agent_under_two_addresses_is_told(taken: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A node is not a pair with itself."""
+    assert run(["probe", taken, taken.replace("127.0.0.1", "localhost")]) == 2
+    assert "the same agent" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -390,6 +397,9 @@ def taken() -> Iterator[str]:
         (["--listen", "127.0.0.1:0", "--max-bytes", "0"], 2, "max_bytes"),
         (["--listen", "{taken}"], 1, "in use"),
         ([], 2, "listen"),
+        (["--listen", "127.0.0.1:0", "--name", "n" * 129], 2, "name"),
+        (["--listen", "127.0.0.1:0", "--authority", "ca.pem"], 2, "cert"),
+        (["--listen", "127.0.0.1:0", "--cert", "/no/such.pem"], 2, "/no/such.pem"),
     ],
 )
 def test_an_agent_that_cannot_listen_says_why(

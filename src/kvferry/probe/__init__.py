@@ -4,7 +4,8 @@ from kvferry.probe.agent import DEFAULT_MAX_BYTES, Agent
 from kvferry.probe.loopback import probe_loopback
 from kvferry.probe.pair import LoopbackPair
 from kvferry.probe.payload import Payload, Room, sizes_up_to
-from kvferry.probe.run import Failure, ProbePlan, ProbeResult, Progress, probe_sites
+from kvferry.probe.plan import ProbePlan
+from kvferry.probe.run import Failure, ProbeResult, Progress, probe_sites
 from kvferry.probe.site import AgentSite, LocalSite, Site, close_all
 from kvferry.probe.snapshot import AgentSnapshot, PeerRate, ProbeSnapshot
 

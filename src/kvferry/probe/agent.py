@@ -116,6 +116,9 @@ class Agent:
         Raises InputError, TransportError; nothing is held after either.
         """
         check_reachable(address)
+        for field, value, most in (("name", name, 128), ("zone", zone, 64)):
+            if len(value) > most:
+                raise InputError(f"{field}: {len(value)} characters, more than {most}")
         security = Security(tls, plain_of(address, plain))
         agent = cls(name or socket.gethostname(), zone, max_bytes, data, security)
         agent._process = process
@@ -195,8 +198,9 @@ class Agent:
     def _accept(self, connection: Connection) -> None:
         if len(self._tasks) >= MAX_CONNECTIONS:
             connection.abort(CapacityError(f"{MAX_CONNECTIONS} coordinators are connected, the most allowed"))
-            return
-        task = asyncio.ensure_future(_Desk(self, connection).serve())
+            task = asyncio.ensure_future(connection.close())
+        else:
+            task = asyncio.ensure_future(_Desk(self, connection).serve())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -316,9 +320,11 @@ class _Desk:
                     f"the agent speaks probes of version {w.VERSION}, the coordinator {call.version}",
                     next_step="run the same kvferry on all nodes",
                 )
-            return self._agent.about()
+            return await asyncio.to_thread(self._agent.about)
         if isinstance(call, w.PingCall):
             return w.Done()
+        if isinstance(call, w.SnapshotCall):
+            return w.Seen(await self._agent.snapshot())
         if isinstance(call, w.OpenCall):
             if self._worker is not None:
                 raise PeerError("this coordinator has a probe open already", phase="probe")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from kvferry.probe.pair import NAMES
 from kvferry.probe.payload import MAX_PAYLOAD_NBYTES
-from kvferry.probe.run import ProbePlan, ProbeResult, Progress, probe_sites
+from kvferry.probe.plan import ProbePlan
+from kvferry.probe.run import ProbeResult, Progress, probe_sites
 from kvferry.probe.site import LocalSite
 from kvferry.transport.security import Identity
 

@@ -21,6 +21,7 @@ from kvferry.probe import words as w
 from kvferry.probe.addresses import loopback_address, plain_of
 from kvferry.probe.agent import NoMemory
 from kvferry.probe.facts import host_facts, host_id, software, transport_facts
+from kvferry.probe.snapshot import AgentSnapshot
 from kvferry.probe.worker import Worker
 from kvferry.transport.base import Connection
 from kvferry.transport.memory import private
@@ -95,6 +96,11 @@ class AgentSite(Site):
             await site.close()
             raise
         return site
+
+    async def snapshot(self) -> AgentSnapshot:
+        """What the agent does now: what a page can show of it. Raises as ``call``."""
+        seen: w.Seen = await self.call(w.SnapshotCall, CONNECT_SECONDS)
+        return seen.snapshot
 
     async def call(self, kind: type[Any], limit_seconds: float, **fields: Any) -> Any:
         if self.error is not None:

@@ -68,7 +68,9 @@ class Flow:
 
     async def copy(self, payload: Payload, count: int) -> w.Copies:
         """So many copies, one after the other; as decode saw them. Raises what ended one of them."""
-        limit = max(_LEAST_SECONDS, _PATIENCE * count * self.expected)
+        # The first copy connects, perhaps to a node that is busy starting.
+        least = _LEAST_SECONDS if self.expected else 2 * _LEAST_SECONDS
+        limit = max(least, _PATIENCE * count * self.expected)
         held: w.Held = await self.holder.call(
             w.HoldCall,
             limit + _GRACE_SECONDS,

@@ -15,6 +15,7 @@ from kvferry.errors import ErrorRecord, PeerError
 from kvferry.link import Mode, Registration
 from kvferry.probe.node import Copied
 from kvferry.probe.payload import Payload, Room
+from kvferry.probe.snapshot import AgentSnapshot
 from kvferry.transport.security import Plain
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "OpenCall",
     "Opened",
     "PingCall",
+    "Seen",
+    "SnapshotCall",
     "TransportFact",
     "decode_answer",
     "decode_call",
@@ -63,6 +66,10 @@ class AboutCall(_Call, frozen=True):
 
 class PingCall(_Call, frozen=True):
     """Are you there? Answered at once, whatever else is under way."""
+
+
+class SnapshotCall(_Call, frozen=True):
+    """What do you do now? Reads only."""
 
 
 class OpenCall(_Call, frozen=True, kw_only=True):
@@ -122,7 +129,17 @@ class CloseCall(_Call, frozen=True):
     """Give the pool and the endpoint back."""
 
 
-Call = AboutCall | PingCall | OpenCall | HoldCall | MoveCall | CollectCall | CompareCall | CloseCall
+Call = (
+    AboutCall
+    | PingCall
+    | SnapshotCall
+    | OpenCall
+    | HoldCall
+    | MoveCall
+    | CollectCall
+    | CompareCall
+    | CloseCall
+)
 
 
 class TransportFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,6 +195,12 @@ class Copies(_Value, frozen=True):
     handshake_seconds: Annotated[tuple[float, ...], Meta(max_length=MAX_COPIES)] = ()
 
 
+class Seen(_Value, frozen=True):
+    """What the agent does now."""
+
+    snapshot: AgentSnapshot
+
+
 class Done(_Value, frozen=True):
     """Nothing to say."""
 
@@ -186,7 +209,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The answer to call ``id``: a value, or an error."""
 
     id: int
-    value: About | Opened | Held | Copies | Done | None = None
+    value: About | Opened | Held | Copies | Seen | Done | None = None
     error: ErrorRecord | None = None
 
 
