@@ -249,6 +249,30 @@ def test_what_decode_does_not_need_comes_free_at_prefill(worker: Callable[..., F
     assert not decode.memory.any()
 
 
+def test_a_busy_prefill_is_asked_again(worker: Callable[..., FakeWorker]) -> None:
+    """More loads at once than prefill lets one peer move: all arrive, none is told that it failed."""
+    prefill, decode = worker(num_blocks=128), worker(num_blocks=128, max_pulls=100)
+    ids = [[number, *IDS[:9]] for number in range(100)]
+    tickets = [offer(prefill, f"r{number}", given, [number + 1]) for number, given in enumerate(ids)]
+    decode.step(
+        Step(
+            loads=[
+                Load(f"r{number}", (ticket,), pack_ids(given), 0, ((number + 1,),))
+                for number, (ticket, given) in enumerate(zip(tickets, ids, strict=True))
+            ]
+        )
+    )
+    loaded: set[str] = set()
+
+    def all_there() -> bool:
+        results = decode.step(Step())
+        assert not results.failed, decode.log
+        loaded.update(results.loaded)
+        return len(loaded) == 100
+
+    wait_until(all_there, 30.0)
+
+
 def test_another_model_is_refused_by_name(worker: Callable[..., FakeWorker]) -> None:
     prefill, decode = worker(), worker(weights="ef" * 32)
     ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +13,18 @@ from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.push import ask_prefill
 from kvferry.engines.vllm.results import Outbox
 from kvferry.engines.vllm.step import Load, block_tables
-from kvferry.errors import CorruptError, KVFerryError, LocalError
+from kvferry.errors import CapacityError, CorruptError, KVFerryError, LocalError
 from kvferry.layout import BlockTable, GroupLayout
 from kvferry.protocol.prefix import HeldPrefix, hold_prefix, prefix_salt
 from kvferry.protocol.ticket import read_ticket
-from kvferry.state import Requirements, unpack_ids
+from kvferry.state import ExecutionState, Requirements, unpack_ids
 from kvferry.transfer import Endpoint, Move, TransferRecord
+from kvferry.transfer.retry import NextTry, advice
 
 __all__ = ["Loads"]
 
 _ENDED = "the request was ended at decode"
+_LEAST_SECONDS = 0.05
 
 
 class Loads:
@@ -80,25 +82,14 @@ class Loads:
     def _fetch(self, load: Load) -> TransferRecord:
         ids = unpack_ids(load.ids)
         tokens = read_ticket(load.tickets[self._rank]).tokens if load.tickets else ids.size - 1
-        with self._lock:
-            if load.request_id in self._cancelled:
-                raise LocalError(_ENDED, request_id=load.request_id)
         held = HeldPrefix()
         if load.held_tokens:
             held = hold_prefix(ids[: load.held_tokens], _common_block_size(self._groups), self._salt)
         # Room for the next token is asked for before anything moves; vLLM gives it later.
         tables = block_tables(load.blocks, self._groups, tokens, spare=2)
-        if load.tickets:
-            move = self._endpoint.pull(
-                load.tickets[self._rank],
-                tables,
-                timeout_seconds=self._options.pull_timeout_seconds,
-                have=held,
-                transport=self._options.transport,
-            )
-        else:
-            move = self._ask_for(load, ids, tables, held)
-        state = _settled(move)
+        move, state = (
+            self._pull(load, tables, held) if load.tickets else self._ask_for(load, ids, tables, held)
+        )
         theirs = None if state is None else unpack_ids(state.tokens.ids)
         if theirs is None or not np.array_equal(theirs[: tokens + 1], ids[: tokens + 1]):
             error = CorruptError(
@@ -116,10 +107,38 @@ class Loads:
             self._outbox.note(f"prefill was not told that decode has started: {error}")
         return move.record
 
+    def _pull(
+        self, load: Load, tables: tuple[BlockTable, ...], held: HeldPrefix
+    ) -> tuple[Move, ExecutionState | None]:
+        """Pull, and once more while prefill says that it is busy: its ticket stays good then."""
+        deadline = time.monotonic() + self._options.pull_timeout_seconds
+        while True:
+            self._check_wanted(load)
+            move = self._endpoint.pull(
+                load.tickets[self._rank],
+                tables,
+                timeout_seconds=max(deadline - time.monotonic(), _LEAST_SECONDS),
+                have=held,
+                transport=self._options.transport,
+            )
+            try:
+                return move, _settled(move)
+            except CapacityError as error:
+                told = advice(error, 1, deadline - time.monotonic())
+                if told.next_try is not NextTry.RETRY_SAME:
+                    raise
+                time.sleep(told.after_seconds)
+
+    def _check_wanted(self, load: Load) -> None:
+        with self._lock:
+            if load.request_id in self._cancelled:
+                raise LocalError(_ENDED, request_id=load.request_id)
+
     def _ask_for(
         self, load: Load, ids: NDArray[np.int32], tables: tuple[BlockTable, ...], held: HeldPrefix
-    ) -> Move:
+    ) -> tuple[Move, ExecutionState | None]:
         """Reserve the blocks, and have prefill push into them."""
+        self._check_wanted(load)
         seconds = self._options.push_timeout_seconds
         ticket = self._endpoint.reserve(
             load.request_id, ids.size - 1, tables, lease_seconds=seconds, have=held
@@ -134,7 +153,7 @@ class Loads:
                 self._endpoint.cancel(ticket, known)
 
         self._askers.submit(ask_prefill, load.prefill_url, ids, ticket, seconds).add_done_callback(answered)
-        return move
+        return move, _settled(move)
 
     def _decline(self, load: Load) -> None:
         """Prefill's blocks come free now instead of at the end of the lease: a move of no blocks.
@@ -165,7 +184,7 @@ class Loads:
             self._outbox.note(f"prefill is not told that decode needs nothing; its lease will end: {error}")
 
 
-def _settled(move: Move) -> Any:
+def _settled(move: Move) -> ExecutionState | None:
     """The arrival's state or error, but not before the transfer has let go of the blocks.
 
     A starved node may fail to answer in time while it still writes; only its own word counts.
