@@ -34,6 +34,7 @@ class FakeRequest:
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
     status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
+    cache_salt: str | None = None
     lora_request: Any = None
     mm_features: tuple[Any, ...] = ()
     prompt_embeds: Any = None

@@ -74,10 +74,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         needs = requirements(
             describe_model(config), pool.layout, config.model_config.get_total_num_kv_heads(), LAYOUT_NAME
         )
-        engine = self._kv_transfer_config.engine_id
-        rank = config.parallel_config.rank
+        parallel = config.parallel_config
         self._worker = WorkerSide(
-            pool, needs, self._options, rank=rank, name=f"vllm {engine} rank {rank}", log=_logger.warning
+            pool,
+            needs,
+            self._options,
+            rank=parallel.rank,
+            replica_rank=getattr(parallel, "data_parallel_index", 0) * parallel.world_size,
+            name=f"vllm {self._kv_transfer_config.engine_id} rank {parallel.rank}",
+            log=_logger.warning,
         )
         self._server = TicketServer(self._worker.ticket)
         _logger.info("kvferry listens at %s", ", ".join(self._worker.endpoint.addresses))

@@ -152,7 +152,9 @@ class Loads:
                 known = error if isinstance(error, KVFerryError) else f"kvferry failed: {error!r}"
                 self._endpoint.cancel(ticket, known)
 
-        self._askers.submit(ask_prefill, load.prefill_url, ids, ticket, seconds).add_done_callback(answered)
+        self._askers.submit(
+            ask_prefill, load.prefill_url, ids, ticket, seconds, cache_salt=load.cache_salt
+        ).add_done_callback(answered)
         return move, _settled(move)
 
     def _decline(self, load: Load) -> None:

@@ -30,6 +30,10 @@ def describe_pool(caches: Mapping[str, torch.Tensor], cache_config: Any, config:
     """vLLM's KV memory, not copied, with its layout. Raises IncompatibleError naming what does not fit."""
     tensors = dict(caches)
     _check_host(tensors)
+    if config.speculative_config is not None:
+        raise _unfit("speculative decoding: the draft's cache and hidden rows are not handed over")
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise _unfit("calculate_kv_scales: each server finds scales of its own, unknown to the other")
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors.values()}
     if len(storages) != 1:
         raise _unfit(f"kv cache: {len(storages)} allocations, not one")

@@ -112,7 +112,9 @@ class Pusher:
         self._ended(done.result() if error is None else error)
 
 
-def ask_prefill(url: str, ids: NDArray[np.int32], ticket: bytes, timeout_seconds: float) -> None:
+def ask_prefill(
+    url: str, ids: NDArray[np.int32], ticket: bytes, timeout_seconds: float, *, cache_salt: str = ""
+) -> None:
     """Have a prefill server compute a prompt and push it into a reservation; returns when it has answered.
 
     Raises PeerError when it refuses, TransportError or DeadlineError when it does not answer.
@@ -125,7 +127,13 @@ def ask_prefill(url: str, ids: NDArray[np.int32], ticket: bytes, timeout_seconds
         "temperature": 0,
         "kv_transfer_params": params,
     }
-    answer = _request(f"{url}/v1/completions", json.dumps(body).encode(), timeout_seconds)
+    if cache_salt:
+        body["cache_salt"] = cache_salt
+    try:
+        answer = _request(f"{url}/v1/completions", json.dumps(body).encode(), timeout_seconds)
+    except KVFerryError:
+        _model.cache_clear()  # it may serve another model since then
+        raise
     back = answer.get("kv_transfer_params") or {}
     if not back.get("do_remote_prefill"):
         reason = str(back.get(REFUSED_KEY, "it does not say why"))[:1000]

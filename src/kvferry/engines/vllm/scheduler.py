@@ -162,6 +162,7 @@ class SchedulerSide:
                 held,
                 tuple(tuple(ids) for ids in blocks),
                 decode.prefill_url,
+                getattr(request, "cache_salt", None) or "",
             )
         )
 

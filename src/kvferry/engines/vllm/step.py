@@ -68,7 +68,8 @@ class Load:
     """A request whose KV is to come into ``blocks``: fetched with ``tickets``, or pushed.
 
     ``held_tokens``: leading tokens that the prefix cache holds already, in blocks that others may
-    be reading. ``ids``: the prompt, raw int32. ``prefill_url``: the server that is asked to push.
+    be reading. ``ids``: the prompt, raw int32. ``prefill_url``: the server that is asked to push, for a
+    prefix cache that is shared among requests of one ``cache_salt`` only.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class Load:
     held_tokens: int
     blocks: GroupIds
     prefill_url: str = ""
+    cache_salt: str = ""
 
 
 @dataclass

@@ -25,7 +25,10 @@ __all__ = ["WorkerSide"]
 
 
 class WorkerSide:
-    """One rank's transfers, by step. Called by vLLM's worker thread, ``ticket`` by any."""
+    """One rank's transfers, by step. Called by vLLM's worker thread, ``ticket`` by any.
+
+    ``replica_rank``: ranks of the data-parallel replicas before this one; they listen beside it.
+    """
 
     def __init__(
         self,
@@ -35,10 +38,11 @@ class WorkerSide:
         *,
         rank: int,
         name: str,
+        replica_rank: int = 0,
         log: Callable[[str], None],
     ) -> None:
         self.endpoint = Endpoint.listen(
-            _addresses(options, rank),
+            _addresses(options, replica_rank + rank),
             pool=pool,
             name=name,
             requirements=needs,
