@@ -11,7 +11,7 @@ from kvferry.testing.engine_suite import EngineSuite
 
 pytest.importorskip("torch", reason="extra [transformers] is not installed: no torch")
 pytest.importorskip("transformers", reason="extra [transformers] is not installed: no transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 from engine_models import make, make_assisted, random_model  # noqa: E402 - after the skip
 from kvferry.engines.transformers import Drafter, TransformersModel  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="extra [transformers] is not installed: no torch")
 pytest.importorskip("transformers", reason="extra [transformers] is not installed: no transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 from engine_cross import reference_engine, transformers_engine  # noqa: E402 - after the skip
 from kvferry.engines.local import LocalEngine  # noqa: E402

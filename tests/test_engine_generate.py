@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="extra [transformers] is not installed: no torch")
 pytest.importorskip("transformers", reason="extra [transformers] is not installed: no transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 import torch  # noqa: E402 - after the skip
 from transformers import DynamicCache, GenerationConfig  # noqa: E402

@@ -13,7 +13,7 @@ from kvferry.testing.engine_suite import ContinuationTests, EngineSuite
 
 pytest.importorskip("llama_cpp", reason="extra [llamacpp] is not installed: no llama_cpp")
 pytest.importorskip("gguf", reason="extra [llamacpp] is not installed: no gguf")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 from engine_gguf import LAYERS  # noqa: E402 - after the skip
 

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="extra [llamacpp] is not installed: no llama_cpp")
 pytest.importorskip("gguf", reason="extra [llamacpp] is not installed: no gguf")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 from hypothesis import given  # noqa: E402 - after the skip
 from hypothesis import strategies as st  # noqa: E402

@@ -14,7 +14,7 @@ from kvferry.testing.engine_suite import ContinuationTests, EngineSuite
 
 pytest.importorskip("torch", reason="extra [transformers] is not installed: no torch")
 pytest.importorskip("transformers", reason="extra [transformers] is not installed: no transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 from engine_models import FAMILIES, encoder_input  # noqa: E402 - after the skip
 

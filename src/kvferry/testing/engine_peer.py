@@ -6,6 +6,7 @@ Answers each with one JSON line, a ``Continued``. Ends when its input ends.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from kvferry.testing.engine_host import Continued, EngineHost, Handed, Steps, lo
 
 __all__ = ["PeerProcess", "main"]
 
-ANSWER_SECONDS = 120.0
+ANSWER_SECONDS = 300.0
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -33,7 +34,11 @@ class PeerProcess:
 
     def __init__(self, factory: str) -> None:
         command = [sys.executable, "-m", "kvferry.testing.engine_peer", factory]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # The factory is found there as it is here, in a test file for instance.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
 
     def continue_there(self, arguments: list[str], handed: Handed) -> tuple[Steps, int]:
         """The steps that the other process made of it, and the bytes that moved.
