@@ -55,25 +55,25 @@ class Handoffs:
         """Wait until nothing is under way."""
         wait([end for ends in self._ends.values() for end in ends], 20.0)
 
-    def play(self, number: int, mode: Mode, name: str, spoil: Callable[[], None]) -> None:
+    def play(self, number: int, mode: Mode, name: str, spoil: Callable[[], None], seconds: float) -> None:
         """One handoff; ``spoil`` comes between export and move. Raises the error that ended it."""
         src, dst = self.tables(number)
         prefill, decode = self.prefill, self.decode
         if mode is Mode.PULL:
-            ticket = prefill.offer(None, src, tokens=TOKENS, request_id=name, lease_seconds=SECONDS)
+            ticket = prefill.offer(None, src, tokens=TOKENS, request_id=name, lease_seconds=seconds)
         else:
-            ticket = decode.reserve(name, TOKENS, dst, lease_seconds=SECONDS)
+            ticket = decode.reserve(name, TOKENS, dst, lease_seconds=seconds)
         ends = self._ends[number % NUM_SETS * 4] = []
         try:
             if mode is Mode.PULL:
                 ends.append(prefill.outcome(ticket))
                 spoil()
-                move = decode.pull(ticket, dst, timeout_seconds=SECONDS)
+                move = decode.pull(ticket, dst, timeout_seconds=seconds)
                 ends.append(decode.outcome(ticket))
             else:
                 move = decode.arrival(ticket)
                 ends.append(decode.outcome(ticket))
-                push = prefill.push(ticket, src, tokens=TOKENS, timeout_seconds=SECONDS)
+                push = prefill.push(ticket, src, tokens=TOKENS, timeout_seconds=seconds)
                 ends.append(prefill.outcome(ticket))
                 push.layer(0)
                 spoil()
@@ -139,7 +139,7 @@ def test_every_single_fault_is_caught_before_commit(
 
         error = None
         try:
-            handoffs.play(case, mode, f"{scheme}-{case}", spoil)
+            handoffs.play(case, mode, f"{scheme}-{case}", spoil, SECONDS if faults else 30.0)
         except KVFerryError as failure:
             error = failure
         if error is None:

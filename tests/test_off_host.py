@@ -6,13 +6,16 @@ Every packet is read on the wire, so that "encrypted" is not the program's own w
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from conftest import wait_until
 from off_host_worker import NEEDLE
 from probe_kit import Namespaces
 from tls_kit import FOLDER, issue
@@ -61,22 +64,23 @@ class Wire:
         return int(total), int(found)
 
 
+def start(hosts: Namespaces, number: int, role: str, options: dict[str, object]) -> subprocess.Popen[str]:
+    """A worker on that host."""
+    command = [*hosts.inside(number), sys.executable, WORKER, role, json.dumps(options)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def handoff(
-    hosts: Namespaces, prefill: dict[str, str], decode: dict[str, str]
+    hosts: Namespaces, prefill: dict[str, object], decode: dict[str, object]
 ) -> tuple[dict[str, object], dict[str, object]]:
     """One pull from host 0 to host 1; what prefill and decode say of it."""
-
-    def start(number: int, role: str, options: dict[str, str]) -> subprocess.Popen[str]:
-        command = [*hosts.inside(number), sys.executable, WORKER, role, json.dumps(options)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    giving = start(0, "prefill", prefill)
+    giving = start(hosts, 0, "prefill", prefill)
     assert giving.stdout is not None
     first = json.loads(giving.stdout.readline())
     if "ticket" not in first:
         giving.communicate(timeout=20)
         return first, {}
-    taking = start(1, "decode", decode | {"ticket": first["ticket"]})
+    taking = start(hosts, 1, "decode", decode | {"ticket": first["ticket"]})
     taken, _ = taking.communicate(timeout=40)
     given, _ = giving.communicate(timeout=20)
     return json.loads(given), json.loads(taken)
@@ -139,3 +143,45 @@ def test_an_identity_of_another_host_is_refused(hosts: Namespaces) -> None:
     )
     assert taken["kind"] == "peer"
     assert "IP address mismatch" in str(taken["error"])
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_cut_link_ends_both_sides_in_time(hosts: Namespaces, mode: str) -> None:
+    """Amid the copy the cable is pulled: silence is loss for both, and each says so without being asked."""
+    options = {"tokens": 60_000}
+    holder, claimant = ("prefill", "decode") if mode == "pull" else ("decode", "prefill")
+    for number in (0, 1):
+        hosts.shape(number, 40e6)
+    address = {"address": f"tcp://{hosts.hosts[0]}:0", "identity": identity(0)}
+    before = carried(hosts)
+    holding = start(hosts, 0, holder, options | address)
+    assert holding.stdout is not None
+    ticket = json.loads(holding.stdout.readline())["ticket"]
+    claiming = start(hosts, 1, claimant, options | {"identity": identity(1), "ticket": ticket})
+    wait_until(lambda: carried(hosts) - before > 1 << 20, 30.0)
+    hosts.unplug(0)
+    cut_at = time.time()
+    try:
+        answers = [answer(process) for process in (claiming, holding)]
+    finally:
+        hosts.plug(0)
+    for said in answers:
+        assert said.get("kind") in ("deadline", "transport", "peer"), said
+        assert said["next"]
+        print(f"{mode}, link cut: {said['kind']}, {said['phase']}, {said['at'] - cut_at:.2f} s")  # type: ignore[operator]
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, object]:
+    """How it ended for a worker, who is not told that anybody waits."""
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], 40.0)[0], "a worker did not end"
+    said = json.loads(process.stdout.readline())
+    process.communicate(timeout=20)
+    return said
+
+
+def carried(hosts: Namespaces) -> int:
+    """Bytes that host 0 has sent and received."""
+    folder = "/sys/class/net/eth0/statistics"
+    command = [*hosts.inside(0), "cat", f"{folder}/tx_bytes", f"{folder}/rx_bytes"]
+    return sum(map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()))

@@ -101,6 +101,14 @@ class Namespaces:
         """The node sends nothing to ``host`` any more, and is not told so by the network."""
         _run("ip", "-n", self.names[number], "route", "replace", "blackhole", f"{host}/32")
 
+    def unplug(self, number: int) -> None:
+        """The node's cable is pulled (``ip link set down`` at the switch)."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{number}", "down")
+
+    def plug(self, number: int) -> None:
+        """The cable is in again."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{number}", "up")
+
     def _make(self, name: str) -> None:
         _run("ip", "netns", "add", name)
         self._made.append(name)
