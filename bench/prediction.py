@@ -34,7 +34,7 @@ from kvferry.units import format_bytes, format_seconds, parse_bytes, parse_rate
 
 PROBED = Payload(64 << 20, 32 << 10)
 SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB to 256 MiB, and then the largest
-TURNS, FEWEST_TURNS, COPIES, P95_COPIES = 12, 5, 4, 20
+TURNS, FEWEST_TURNS, COPIES, P95_COPIES = 12, 5, 8, 40
 
 
 def wanted(largest: int) -> list[Payload]:
@@ -70,12 +70,12 @@ async def in_turns(
     fewer turns: each shape has a share of the time.
     """
     times: dict[Payload, list[float]] = {payload: [] for payload in others}
-    begun = time.monotonic()
+    begun, rng = time.monotonic(), np.random.default_rng(0)
     for turn in range(1, TURNS + 1):
         await sweep([flow], probed, Limits(COPIES * turn, time.monotonic() + seconds), lambda _: None)
         if flow.error is not None:
             raise flow.error
-        for payload in others:
+        for payload in rng.permutation(np.array(others, object)):  # no size always follows the same one
             expected = 1.5 * flow.expected * payload.nbytes / PROBED.nbytes
             mean = float(np.mean(times[payload])) if times[payload] else expected
             if turn > FEWEST_TURNS and 2 * mean * len(times[payload]) > seconds / len(others):

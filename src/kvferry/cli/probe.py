@@ -119,7 +119,7 @@ def probe(
     plan = _plan(flags, payloads.largest)
     identity = identity_of(flags.cert, flags.authority)
     with ProbeBar() as bar:
-        result, unreachable = asyncio.run(_measure(addresses, plan, identity, bar.update))
+        result, unreachable = asyncio.run(_measure(addresses, plan, identity, bar.on_progress))
     if out is not None and result.links.pairs:
         write(result.links, out)
     if as_json:

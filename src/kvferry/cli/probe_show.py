@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
+from kvferry.cli.bars import Bars
 from kvferry.cli.link_show import fits_table, matrices, outlier_line, pairs_table
 from kvferry.cli.probe_payload import Wanted
 from kvferry.errors import InputError
@@ -27,36 +27,18 @@ __all__ = ["ProbeBar", "print_json", "show", "write"]
 _PIPE_COLUMNS = 160
 
 
-class ProbeBar:
-    """One bar with the time left, on stderr, gone at the end; in a log, where bars are noise, nothing."""
+class ProbeBar(Bars):
+    """One bar for all stages, with the time left and what is measured now."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("probe {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
+        count = TextColumn("probe {task.completed:.0f}/{task.total:.0f}")
+        super().__init__(
+            {"": ""}, count, BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}")
         )
-        self._task: TaskID | None = None
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def update(self, stage: Stage) -> None:
-        """A shape of a stage is done."""
-        if self._task is None:
-            self._task = self._bar.add_task("", total=stage.stages)
-        self._bar.update(self._task, completed=stage.stage + stage.share, description=stage.what)
+    def on_progress(self, stage: Stage) -> None:
+        """Part of a stage is done."""
+        self.update("", stage.stage + stage.share, stage.stages, stage.what)
 
 
 def write(links: LinkFile, out: Path) -> None:
