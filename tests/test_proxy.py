@@ -27,7 +27,7 @@ def proxy(*arguments: str) -> Server:
 
 
 # All of them on one worker of xdist, so that the servers start once.
-pytestmark = pytest.mark.xdist_group("servers")
+pytestmark = [pytest.mark.xdist_group("servers"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +269,7 @@ def test_all_prefill_workers_gone_by_policy(workers: tuple[Server, Server]) -> N
 def test_a_decode_worker_that_dies_in_the_middle(workers: tuple[Server, Server]) -> None:
     """A seeded stream goes on at another one, each character once; an unseeded one ends with an error."""
     prefill, decode = workers
-    body = asked(1200, **SEEDED, stream=True)
+    body = asked(600, **SEEDED, stream=True)
     alone = text_of(decode.complete(body | {"stream": False}))
     with Server(*KV, "--name", "dying") as dying, contextlib.ExitStack() as stack:
         # Of two that are alike a proxy takes the first; each stream has a proxy of its own.

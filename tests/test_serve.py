@@ -30,7 +30,7 @@ EMIT = {"kvferry_first_token": "emit"}
 
 
 # All of them on one worker of xdist, so that the servers start once.
-pytestmark = pytest.mark.xdist_group("servers")
+pytestmark = [pytest.mark.xdist_group("servers"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
