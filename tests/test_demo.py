@@ -96,9 +96,8 @@ SCHEMA = {
 @pytest.mark.parametrize(
     ("options", "transport", "mode"),
     [
-        ([], "tcp", "push"),
-        (["--decode-block-size", "32", "--decode-axis-order", "HND", "--temperature", "0.9"], "shm", "pull"),
-        (["--tp", "3", "--decode-tp", "1"], "shm", "push"),
+        (["--decode-block-size", "32", "--decode-axis-order", "HND", "--temperature", "0.9"], "tcp", "push"),
+        (["--tp", "3", "--decode-tp", "1"], "shm", "pull"),
     ],
 )
 def test_identical_with_drafts_pending_and_a_grammar(
