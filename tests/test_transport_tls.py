@@ -18,7 +18,7 @@ from conftest import wait_until
 from kvferry.errors import InputError, KVFerryError, LocalError, PeerError, TransportError
 from kvferry.testing.transport_fixture import check_error
 from kvferry.testing.transport_pair import WAIT_SECONDS, TransportPair
-from kvferry.transport import listening
+from kvferry.transport import listening, tcp_sealed
 from kvferry.transport.base import Transport
 from kvferry.transport.certificates import init_authority, issue
 from kvferry.transport.channel import Channel
@@ -414,3 +414,30 @@ def test_a_peer_that_breaks_tls_later_ends_the_connection(pair: TransportPair) -
     pair.loop.run(inject())
     with pytest.raises(TransportError, match="encrypted control connection broke"):
         pair.loop.run(accepted.receive())
+
+
+def test_channel_numbers_are_good_once_however_many_there_were(
+    pair: TransportPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of channels later a new number is taken, every old one is refused, little is remembered."""
+    monkeypatch.setattr(tcp_sealed, "NUMBER_WINDOW", 8)
+    sealing = pair.listening.connection.sealing  # type: ignore[attr-defined] # of TcpConnection
+    keys = pair.connecting.connection.sealing.keys  # type: ignore[attr-defined]
+
+    async def is_taken(number: int) -> bool:
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        with near, far:
+            far.sendall(number.to_bytes(8, "little") + keys.proof(number, Role.OPENER_ASKS))
+            try:
+                await sealing.accept_channel(near, Role.OPENER_ASKS)
+            except PeerError:
+                return False
+            return True
+
+    for number in (10, 11, 13, 12, 5000, 4999):
+        assert pair.loop.run(is_taken(number))
+    for number in (0, 10, 12, 4992, 4999, 5000):
+        assert not pair.loop.run(is_taken(number))
+    assert pair.loop.run(is_taken(4993))
+    assert len(sealing._used) <= 8

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, LocalError
 from kvferry.transport.base import Listener
 from kvferry.transport.greeting import GREETING_SECONDS
 
@@ -60,7 +60,7 @@ class SocketListener(Listener):
             task.add_done_callback(partial(self._welcomed, sock))
 
     def _make_room(self, host: str) -> None:
-        """Drop who has waited longest; of this host if it has its share, so that others stay."""
+        """Drop who has waited longest: of this host if it has its share, so that others stay."""
         of_host = [task for task, other in self._greeting.items() if other == host]
         waiting = of_host if len(of_host) >= MAX_GREETING_PER_HOST else list(self._greeting)
         if len(of_host) >= MAX_GREETING_PER_HOST or len(waiting) >= MAX_GREETING:
@@ -74,7 +74,9 @@ class SocketListener(Listener):
             async with asyncio.timeout(GREETING_SECONDS):
                 await self._greet(sock)
         except (OSError, TimeoutError, KVFerryError) as error:
-            _log.info("%s: dropped a peer: %s", self.address, error or "it said nothing in time")
+            # A certificate of ours that cannot be read, or that peers refuse, is nobody else's to find.
+            level = logging.WARNING if isinstance(error, LocalError) else logging.INFO
+            _log.log(level, "%s: dropped a peer: %s", self.address, error or "it said nothing in time")
         except Exception:  # noqa: BLE001 - on_connection is the caller's code; logged, its peer is dropped
             _log.exception("%s: a peer could not be handed over", self.address)
         else:

@@ -36,8 +36,8 @@ __all__ = ["SEALED_ROLES", "Sealing", "begin_accepted", "open_connection"]
 
 SEALED_ROLES = {Role.SEALED_ASKS: Role.OPENER_ASKS, Role.SEALED_SERVES: Role.OPENER_SERVES}
 _SAYS = {plain: sealed for sealed, plain in SEALED_ROLES.items()}
-# A connection that needs more channels than this in its life is connected again.
-MAX_CHANNELS = 1 << 16
+# Channels are numbered as they are opened, and a few are opened at once: of older numbers none is taken.
+NUMBER_WINDOW = 1024
 
 _WORD = struct.Struct(f"<4sBxxxI{SECRET_NBYTES}s")
 _JOIN = struct.Struct(f"<Q{PROOF_NBYTES}s")
@@ -54,6 +54,7 @@ class Sealing:
     peer: str
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _used: set[int] = field(default_factory=set)
+    _highest: int = 0
 
     async def open_channel(self, sock: socket.socket, role: Role) -> Channel:
         """Opener: greet on a fresh socket. Raises TransportError; then it is closed."""
@@ -65,10 +66,11 @@ class Sealing:
     async def accept_channel(self, sock: socket.socket, role: Role) -> Channel:
         """Acceptor: a socket that greeted with this connection's id; its proof follows. Raises PeerError."""
         number, proof = _JOIN.unpack(await read_exactly(sock, _JOIN.size))
-        is_new = number < MAX_CHANNELS and number not in self._used
+        is_new = number > self._highest - NUMBER_WINDOW and number not in self._used
         if not hmac.compare_digest(proof, self.keys.proof(number, role)) or not is_new:
             raise unknown_token(self.peer)
-        self._used.add(number)
+        self._highest = max(self._highest, number)
+        self._used = {used for used in (*self._used, number) if used > self._highest - NUMBER_WINDOW}
         return Channel(sock, self.keys.seals(number, role, self.peer, is_opener=False))
 
 
