@@ -17,7 +17,7 @@ $(VENV)/installed: pyproject.toml Makefile
 
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo 'adding the tools of the tests: about 145 MB'
-	@$(BIN)/python -m pip install --quiet --editable '.[dev,grammar,plot,plan,report,serve,tls]'
+	@$(BIN)/python -m pip install --quiet --editable '.[dev,grammar,metrics,otel,plot,plan,report,serve,tls]'
 	@touch $@
 
 demo: $(VENV)/installed

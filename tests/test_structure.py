@@ -21,7 +21,7 @@ LAYERS = [
     {"transfer"},
     {"probe"},
     {"engines"},
-    {"__main__", "demo", "interference", "proxy", "report", "serve", "testing", "cli", "web"},
+    {"__main__", "demo", "interference", "observe", "proxy", "report", "serve", "testing", "cli", "web"},
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 PURE = {"errors", "units", "dtypes", "layout", "model", "size", "state", "link", "plan", "protocol"}

@@ -12,7 +12,7 @@ from kvferry.cli.options import Flag, Whole
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
-    from kvferry.demo import DemoOptions
+    from kvferry.demo import DemoOptions, DemoResult
     from kvferry.engines.reference import GrammarText
 
 __all__ = ["DemoFlags", "demo"]
@@ -104,6 +104,7 @@ def demo(
     flags: DemoFlags | None = None,
     serve: Annotated[bool, Flag] = False,
     listen: str = "127.0.0.1:8080",
+    trace: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Prefill a request in one process, decode it in another, and compare with one process.
@@ -117,6 +118,8 @@ def demo(
         Start prefill, decode and proxy as servers instead, and print a curl line to try; until Ctrl-C.
     listen
         HOST:PORT of that proxy.
+    trace
+        Write the timing split to this file, for Perfetto (ui.perfetto.dev) or about:tracing.
     as_json
         Print one JSON object.
     """
@@ -128,6 +131,8 @@ def demo(
         return _serve(options, listen, as_json=as_json)
     with StageBars() as bars:
         result = run_demo(options, bars.update)
+    if trace is not None:
+        _write_trace(trace, result)
     if as_json:
         print_json(result)
     else:
@@ -147,6 +152,21 @@ def _serve(options: DemoOptions, listen: str, *, as_json: bool) -> int:
 
         serve_demo(options, listen, line.say, ready)
     return 0
+
+
+def _write_trace(path: Path, result: DemoResult) -> None:
+    import msgspec
+
+    from kvferry.observe.perfetto import trace_of
+
+    fields = msgspec.to_builtins(result)
+    parts = {name.replace("_", " "): seconds for name, seconds in fields.pop("timings").items()}
+    total = parts.pop("total")
+    lanes = (("request", {"time to the first token from decode": total}), ("parts", parts))
+    try:
+        path.write_bytes(msgspec.json.encode(trace_of(lanes, fields)))
+    except OSError as error:
+        raise InputError(f"trace: cannot write {path}: {error.strerror}") from error
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:

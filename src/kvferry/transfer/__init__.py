@@ -1,7 +1,8 @@
 """Endpoints: the one way to move a request's KV and state between workers."""
 
 from kvferry.transfer.bundle import Bundle, read_bundle
-from kvferry.transfer.calls import Stats, Timeouts
+from kvferry.transfer.calls import Ended, Stats, Timeouts
+from kvferry.transfer.client import Observer
 from kvferry.transfer.endpoint import Endpoint
 from kvferry.transfer.group import RankGroup
 from kvferry.transfer.group_moves import GroupMove, GroupPush
@@ -13,10 +14,12 @@ from kvferry.transfer.trace import Timings, TransferRecord
 __all__ = [
     "DEFAULT_STAGING_NBYTES",
     "Bundle",
+    "Ended",
     "Endpoint",
     "GroupMove",
     "GroupPush",
     "Move",
+    "Observer",
     "Pool",
     "Push",
     "RankGroup",

@@ -78,6 +78,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_moving: int = 64
     max_lease_seconds: float = 3600.0
     copy_threads: int = 2
+    is_observed: bool = False
     security: Security = HOST_ONLY
     conversions: Conversions | None = None
     staging_nbytes: int = 0
@@ -263,9 +264,16 @@ class Stats(_Value, frozen=True):
     registration_seconds: float = 0.0
 
 
+class Ended(_Value, frozen=True):
+    """A transfer ended at this side: well, or by ``error``. Told to whoever observes the endpoint."""
+
+    record: TransferRecord
+    error: ErrorRecord | None = None
+
+
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer to call ``id``: a value, or an error."""
+    """The answer to call ``id``: a value, or an error. ``id`` 0: told without being asked."""
 
     id: int
-    value: Nothing | Listening | Held | Arrival | Outcome | Stats | None = None
+    value: Nothing | Listening | Held | Arrival | Outcome | Stats | Ended | None = None
     error: ErrorRecord | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import struct
@@ -16,21 +17,27 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError
-from kvferry.transfer.calls import Call, CloseCall, NodeConfig, Reply, StatsCall
+from kvferry.transfer.calls import Call, CloseCall, Ended, NodeConfig, Reply, StatsCall
 from kvferry.transfer.process import FRAME, serve
 from kvferry.transport.base import Memory
 
-__all__ = ["NodeClient"]
+__all__ = ["NodeClient", "Observer"]
 
 _call_decoder: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
 _encoder = msgspec.msgpack.Encoder()
+_log = logging.getLogger(__name__)
+
+Observer = Callable[[Ended], None]
+"""Told, in a thread of the endpoint and in order, of every transfer that ends there; it should be quick."""
+
 # Beyond a call's own limit: how long the node may take to say that the limit has passed.
 _GRACE_SECONDS = 0.5
 _REAP_SECONDS = 1.0
@@ -50,8 +57,11 @@ os.register_at_fork(after_in_child=_disown_all)
 class NodeClient:
     """Owns a node: its process or thread, and the socket to it."""
 
-    def __init__(self, config: NodeConfig, memory: Memory, *, process: bool) -> None:
+    def __init__(
+        self, config: NodeConfig, memory: Memory, *, process: bool, observers: Sequence[Observer] = ()
+    ) -> None:
         self._name = config.name
+        self._observers = tuple(observers)
         self._sock, theirs = socket.socketpair()
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         self._ids = itertools.count(1)
@@ -186,6 +196,9 @@ class NodeClient:
                 if len(body) < nbytes:
                     break
                 reply = _reply_decoder.decode(body)
+                if reply.id == 0:
+                    self._observe(reply.value)
+                    continue
                 with self._lock:
                     future = self._futures.pop(reply.id)
                 if reply.error is not None:
@@ -200,6 +213,13 @@ class NodeClient:
             closing, self._closed = self._closed, True
         for future in pending:
             future.set_exception(_closed() if closing else self._gone())
+
+    def _observe(self, told: Any) -> None:
+        for observer in self._observers:
+            try:
+                observer(told)
+            except Exception:  # noqa: BLE001 - who looks on must not end what is looked at
+                _log.exception("an observer of %s failed", self._name)
 
     def _silent(self, limit_seconds: float) -> DeadlineError:
         return DeadlineError(

@@ -25,7 +25,7 @@ from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.ticket import Mode, read_ticket
 from kvferry.state import ExecutionState, Requirements, pack_ids
 from kvferry.transfer import calls as c
-from kvferry.transfer.client import NodeClient
+from kvferry.transfer.client import NodeClient, Observer
 from kvferry.transfer.handles import CALL_SECONDS, Move, Push, cancel, encode_for
 from kvferry.transfer.pool import Pool
 from kvferry.transfer.staging import MIN_WINDOW_NBYTES, window_nbytes
@@ -68,6 +68,7 @@ class Endpoint:
         tls: Identity | None = None,
         plain: Plain | str = Plain.LOOPBACK,
         conversions: Conversions | None = None,
+        observers: Sequence[Observer] = (),
     ) -> Endpoint:
         """An endpoint that can pull and push, but that nobody can reach yet.
 
@@ -85,6 +86,7 @@ class Endpoint:
                 says ``?plain=yes``.
             conversions: what may be done to blocks that the peer stores otherwise; both sides say so.
                 The pool needs staging for it. None: an unlike pair is refused.
+            observers: told of each transfer that ends here, well or not (``kvferry.observe`` has some).
         """
         timeouts = timeouts or c.Timeouts()
         memory = pool.memory
@@ -102,8 +104,10 @@ class Endpoint:
             security=Security(tls, _plain(plain)),
             conversions=conversions,
             staging_nbytes=_staging(pool, conversions, copy_threads),
+            is_observed=bool(observers),
         )
-        client = NodeClient(config, memory, process=memory.fd is not None if process is None else process)
+        in_process = memory.fd is not None if process is None else process
+        client = NodeClient(config, memory, process=in_process, observers=observers)
         endpoint = cls(client, pool, timeouts, requirements)
         endpoint.conversions = conversions
         return endpoint

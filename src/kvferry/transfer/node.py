@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from kvferry.errors import DeadlineError, InputError, KVFerryError, LocalError, PeerError
@@ -61,6 +62,7 @@ class Node:
         self.memory = memory
         self.grants = Grants()
         self.ledger = Ledger(config.max_transfers, config.layout)
+        self.on_ended: Callable[[Session], None] | None = None
         self.staging = Staging(staging_offset(config.layout), config.staging_nbytes, config.copy_threads)
         self.incarnation = secrets.token_bytes(16)
         # Copies and digests that this side starts. Named, so that a leak has a name.
@@ -111,6 +113,8 @@ class Node:
         """The session has ended and holds nothing."""
         session.payload.packing.release()
         self.ledger.forget(session)
+        if self.on_ended is not None:
+            self.on_ended(session)
 
     def check_before_move(self, session: Session) -> None:
         """At decode, before a byte moves; raises what does not hold."""

@@ -19,10 +19,11 @@ import sys
 import msgspec
 
 from kvferry.errors import KVFerryError, LocalError
-from kvferry.transfer.calls import Call, CloseCall, NodeConfig, Reply
+from kvferry.transfer.calls import Call, CloseCall, Ended, NodeConfig, Reply
 from kvferry.transfer.node import Node
 from kvferry.transfer.pool import memory_nbytes
 from kvferry.transfer.service import Service
+from kvferry.transfer.session import Session
 from kvferry.transport.base import Memory
 from kvferry.transport.memory import attach_shared
 
@@ -47,6 +48,8 @@ async def serve(sock: socket.socket, memory: Memory | None) -> None:
         if memory is None:
             memory = _map_pool(config)
         node = Node(config, memory)
+        if config.is_observed:
+            node.on_ended = lambda session: _tell(writer, session)
         service = Service(node)
         while True:
             call = _call_decoder.decode(await _frame(reader))
@@ -81,10 +84,20 @@ async def _answer(service: Service, call: Call, writer: asyncio.StreamWriter) ->
         reply = Reply(call.id, error=error.to_record())
     except Exception as error:  # noqa: BLE001 - a bug here must reach the engine as an error, not as a hang
         reply = Reply(call.id, error=LocalError(f"kvferry failed inside: {error!r}").to_record())
-    body = _encoder.encode(reply)
-    writer.write(FRAME.pack(len(body)) + body)
+    _write(writer, reply)
     with contextlib.suppress(ConnectionError):
         await writer.drain()
+
+
+def _tell(writer: asyncio.StreamWriter, session: Session) -> None:
+    error = session.ended.exception()
+    told = error.to_record() if isinstance(error, KVFerryError) else None
+    _write(writer, Reply(0, value=Ended(session.record(), told)))
+
+
+def _write(writer: asyncio.StreamWriter, reply: Reply) -> None:
+    body = _encoder.encode(reply)
+    writer.write(FRAME.pack(len(body)) + body)
 
 
 def _map_pool(config: NodeConfig) -> Memory:
