@@ -68,8 +68,10 @@ class Loads:
 
     def _load(self, load: Load) -> None:
         outcome: TransferRecord | KVFerryError
+        move = None
         try:
-            outcome = self._fetch(load)
+            move = self._fetch(load)
+            outcome = move.record
         except KVFerryError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001 - whatever it was, the request must not wait for ever
@@ -78,8 +80,15 @@ class Loads:
             del self._loads[load.request_id]
             self._cancelled.discard(load.request_id)
         self._outbox.loaded(load.request_id, outcome)
+        if move is None:
+            return
+        try:
+            move.started()  # after the report: the request need not wait for it
+        except KVFerryError as error:  # all is here and checked; prefill's clock frees its copy
+            self._outbox.note(f"prefill was not told that decode has started: {error}")
 
-    def _fetch(self, load: Load) -> TransferRecord:
+    def _fetch(self, load: Load) -> Move:
+        """The KV is in its blocks and checked, or this raises."""
         ids = unpack_ids(load.ids)
         tokens = read_ticket(load.tickets[self._rank]).tokens if load.tickets else ids.size - 1
         held = HeldPrefix()
@@ -101,11 +110,7 @@ class Loads:
             )
             move.abort(error)
             raise error
-        try:
-            move.started()
-        except KVFerryError as error:  # all is here and checked; prefill's clock frees its copy
-            self._outbox.note(f"prefill was not told that decode has started: {error}")
-        return move.record
+        return move
 
     def _pull(
         self, load: Load, tables: tuple[BlockTable, ...], held: HeldPrefix
