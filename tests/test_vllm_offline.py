@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm runs these")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
 
 HERE = Path(__file__).parent
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -90,7 +90,7 @@ def _salt() -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    subprocess.run([sys.executable, str(HERE / "vllm_model.py"), str(folder)], check=True, timeout=120)
+    subprocess.run([sys.executable, str(HERE / "vllm_model.py"), str(folder)], check=True, timeout=400)
     return folder
 
 
@@ -223,7 +223,7 @@ def test_layers_with_windows_are_handed_over(
     """Gemma 3: three groups of layers in one memory; of a window only its tail moves."""
     folder, logs = tmp_path_factory.mktemp("gemma"), tmp_path_factory.mktemp("logs")
     script = [sys.executable, str(HERE / "vllm_model.py"), str(folder), "gemma"]
-    subprocess.run(script, check=True, timeout=120)
+    subprocess.run(script, check=True, timeout=400)
     pair = [Engine(folder, logs / name, num_blocks=512) for name in ("p", "d")]
     try:
         for engine in pair:

@@ -21,7 +21,7 @@ from conftest import wait_until
 from vllm_server import Server, body_of, free_port, post, stream
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm runs these")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
 
 HERE = Path(__file__).parent
 CONNECTOR = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}  # found as a plugin of vLLM
@@ -30,7 +30,7 @@ CONNECTOR = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}  # found 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    subprocess.run([sys.executable, str(HERE / "vllm_model.py"), str(folder)], check=True, timeout=120)
+    subprocess.run([sys.executable, str(HERE / "vllm_model.py"), str(folder)], check=True, timeout=400)
     return folder
 
 

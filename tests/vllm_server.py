@@ -90,7 +90,7 @@ class Server:
                 command, stdout=file, stderr=file, env=environment, start_new_session=True
             )
 
-    def wait(self, seconds: float = 300.0) -> None:
+    def wait(self, seconds: float = 500.0) -> None:
         """Until it answers; raises RuntimeError with its log when it ends or takes too long."""
         deadline = time.monotonic() + seconds
         while True:
