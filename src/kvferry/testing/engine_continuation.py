@@ -45,8 +45,8 @@ class ContinuationTests(EngineFixture):
             before = host.steps(request_id, border)
             handed = host.offer(request_id)
             moves = moves_of(engine.export_state(request_id, Exactness.BITS))
-            stayed = host.steps(request_id)
             there, moved = peer.continue_there(list(self.arguments), handed)
+            stayed = host.steps(request_id)
             host.let_go(handed)
             assert before + there == expected, f"after {border}"
             assert before + stayed == expected, f"after {border}"

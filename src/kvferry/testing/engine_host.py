@@ -19,7 +19,7 @@ from kvferry.transfer import Endpoint, Move, Pool, Timeouts
 
 __all__ = ["Continued", "EngineHost", "Handed", "Steps", "load_factory", "steps_of"]
 
-SECONDS = 120.0
+SECONDS = 300.0
 # An engine that computes in the same process keeps the interpreter from the endpoint's threads.
 PATIENT = Timeouts(handshake=60.0, heartbeat=1.0, lost=60.0, abort=5.0, start=60.0)
 
