@@ -8,6 +8,7 @@ are known by a name of one process life; metadata travels over kvferry's own con
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import logging
@@ -263,6 +264,7 @@ def _make(package: str, name: str) -> Any:
     except ImportError as error:
         raise LocalError(f"NIXL cannot be imported: {error}", next_step=INSTALL) from error
     _quiet(package)
+    _end_without_unloading()
     config = api.nixl_agent_config(
         enable_prog_thread=False,
         enable_listen_thread=False,
@@ -276,6 +278,19 @@ def _make(package: str, name: str) -> Any:
     if "UCX" not in agent.backends:
         raise _no_backend(None)
     return agent
+
+
+def _end_without_unloading() -> None:
+    """Have the process end, with its own status, before the loader runs the exit code of libraries.
+
+    NIXL's wheel brings libnl-route; where the system's is there too (libibverbs loads it), the two
+    end each other's tables and every exit of a process with an agent is a segmentation fault. Python's
+    own exit is over by then, and what C has buffered is written first: handlers run last to first.
+    """
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # not glibc: its exit was not seen to fail
+        libc.on_exit(libc["_exit"], None)
+        libc["__cxa_atexit"](libc.fcloseall, None, None)
 
 
 def _quiet(package: str) -> None:
