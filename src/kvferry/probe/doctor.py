@@ -17,13 +17,12 @@ from kvferry.probe.findings import Finding, compare_nodes, findings_of
 from kvferry.probe.payload import Payload, Room
 from kvferry.probe.site import AgentSite, LocalSite
 from kvferry.probe.sweep import Flow
+from kvferry.transfer.choosing import PREFERENCE
 from kvferry.transport.address import parse_address, parse_host_port
 from kvferry.transport.security import Identity
 
 __all__ = ["Examination", "PeerExamination", "TransportState", "examine"]
 
-# What production would take first. What is not named here comes after, by name.
-PREFERENCE = ("shm", "nixl", "mooncake", "tcp")
 _PAYLOAD = Payload(64 << 10, 4 << 10)
 _SECONDS = 60.0
 

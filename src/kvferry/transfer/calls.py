@@ -82,6 +82,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     security: Security = HOST_ONLY
     conversions: Conversions | None = None
     staging_nbytes: int = 0
+    measured: dict[str, dict[str, float]] = {}
 
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]

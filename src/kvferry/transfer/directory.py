@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from kvferry.errors import CapacityError, KVFerryError, LocalError, PeerError, TransportError
+from kvferry.errors import (
+    CapacityError,
+    DeadlineError,
+    KVFerryError,
+    LocalError,
+    PeerError,
+    TransportError,
+)
 from kvferry.protocol.messages import Party, TransferMessage
 from kvferry.protocol.ticket import Ticket
 from kvferry.transfer.calls import Timeouts
+from kvferry.transfer.choosing import AUTO, rank
 from kvferry.transfer.peer import Peer, greet, welcome
 from kvferry.transport.base import Connection, Guard, Listener, Memory, Transport
 from kvferry.transport.registry import transport_for
@@ -59,6 +67,8 @@ class Directory:
         self._welcoming: dict[Connection, None] = {}
         self._by_address: dict[str, asyncio.Future[Peer]] = {}
         self._welcomes: set[asyncio.Task[None]] = set()
+        #: By peer and transport, the seconds of a payload to compare by: see choosing.py.
+        self.measured: Mapping[str, Mapping[str, float]] = {}
         #: What it took so far to make the pool known to transports.
         self.registration_seconds = 0.0
 
@@ -83,6 +93,8 @@ class Directory:
         a fallback that nobody asked for would be measured, and trusted, as something it is not.
         Raises TransportError, IncompatibleError, PeerError, DeadlineError.
         """
+        if scheme == AUTO:
+            return _of_this_life(await self._best(ticket), ticket)
         prefix = f"{scheme}://" if scheme else ""
         fit = [address for address in ticket.addresses if address.startswith(prefix)]
         if not fit:
@@ -90,17 +102,27 @@ class Directory:
                 f"the ticket's issuer cannot be reached by {scheme or 'any transport'}",
                 next_step=f"it listens at {', '.join(ticket.addresses) or 'no address'}",
             )
-        peer = await self._connected(fit[0])
-        if peer.error is not None:  # lost since then; its sessions were told, and this is not one yet
-            raise peer.error.retold(phase="handshake", now_true="nothing moved, nothing is held")
-        if peer.party.incarnation != ticket.incarnation:
-            raise PeerError(
-                "the ticket is from an earlier life of its issuer, or another endpoint listens there now",
-                phase="handshake",
-                now_true="nothing moved, nothing is held",
-                next_step="ask the router for a new ticket",
-            )
-        return peer
+        return _of_this_life(await self._connected(fit[0]), ticket)
+
+    async def _best(self, ticket: Ticket) -> Peer:
+        """The first address in order that works, and stays the pair's; the record says why it was taken."""
+        failures = []
+        for ranked in rank(ticket.addresses, self.measured.get(ticket.issuer, {})):
+            try:
+                peer = await self._connected(ranked.address)
+            except (TransportError, DeadlineError, LocalError) as error:
+                failures.append(f"{ranked.scheme}: {error.message}")
+                continue
+            if not peer.chosen:
+                peer.chosen = "; ".join((f"{ranked.scheme}, {ranked.why}", *failures))
+                _log.info("%s: %s", peer.name, peer.chosen)
+            return peer
+        raise TransportError(
+            f"no transport works with {ticket.issuer}: {'; '.join(failures) or 'it listens nowhere'}",
+            phase="connect",
+            now_true="nothing moved, nothing is held",
+            next_step="see `kvferry doctor`, here and with the peer's address",
+        )
 
     async def meet(self, address: str) -> None:
         """Connect, or find connected, whoever listens at an address. Raises as ``reach``."""
@@ -212,3 +234,17 @@ class Directory:
 def _result(future: asyncio.Future[Peer]) -> Peer | None:
     failed = not future.done() or future.cancelled() or future.exception() is not None
     return None if failed else future.result()
+
+
+def _of_this_life(peer: Peer, ticket: Ticket) -> Peer:
+    """The peer, if it still is the one that issued the ticket."""
+    if peer.error is not None:  # lost since then; its sessions were told, and this is not one yet
+        raise peer.error.retold(phase="handshake", now_true="nothing moved, nothing is held")
+    if peer.party.incarnation != ticket.incarnation:
+        raise PeerError(
+            "the ticket is from an earlier life of its issuer, or another endpoint listens there now",
+            phase="handshake",
+            now_true="nothing moved, nothing is held",
+            next_step="ask the router for a new ticket",
+        )
+    return peer

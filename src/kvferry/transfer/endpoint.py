@@ -20,11 +20,13 @@ from typing import Any, Self
 
 from kvferry.errors import InputError, KVFerryError, LocalError
 from kvferry.layout import BlockTable, Conversions, numpy_dtype
+from kvferry.link import LinkFile
 from kvferry.protocol.messages import Portion, to_wire
 from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.ticket import Mode, read_ticket
 from kvferry.state import ExecutionState, Requirements, pack_ids
 from kvferry.transfer import calls as c
+from kvferry.transfer.choosing import measured_seconds
 from kvferry.transfer.client import NodeClient, Observer
 from kvferry.transfer.handles import CALL_SECONDS, Move, Push, cancel, encode_for
 from kvferry.transfer.pool import Pool
@@ -69,14 +71,14 @@ class Endpoint:
         plain: Plain | str = Plain.LOOPBACK,
         conversions: Conversions | None = None,
         observers: Sequence[Observer] = (),
+        links: LinkFile | None = None,
     ) -> Endpoint:
         """An endpoint that can pull and push, but that nobody can reach yet.
 
         Args:
             pool: the blocks that move.
             name: what logs and errors of both sides call this worker.
-            requirements: what this worker's engine needs to start a request; None for a worker
-                without an engine (probes).
+            requirements: what this worker's engine needs to start a request; None without an engine.
             integrity: take digests at export and compare them before commit; both sides alike.
             process: run the node in a process of its own (the default for shared pools), or
                 in threads of this one.
@@ -87,6 +89,7 @@ class Endpoint:
             conversions: what may be done to blocks that the peer stores otherwise; both sides say so.
                 The pool needs staging for it. None: an unlike pair is refused.
             observers: told of each transfer that ends here, well or not (``kvferry.observe`` has some).
+            links: what was measured with peers, by their names; ``transport="auto"`` goes by it.
         """
         timeouts = timeouts or c.Timeouts()
         memory = pool.memory
@@ -101,10 +104,11 @@ class Endpoint:
             memory.owner_address,
             max_transfers=max_transfers,
             copy_threads=copy_threads,
-            security=Security(tls, _plain(plain)),
+            security=Security(tls, Plain.of(plain)),
             conversions=conversions,
             staging_nbytes=_staging(pool, conversions, copy_threads),
             is_observed=bool(observers),
+            measured={} if links is None else measured_seconds(links, name),
         )
         in_process = memory.fd is not None if process is None else process
         client = NodeClient(config, memory, process=in_process, observers=observers)
@@ -380,13 +384,6 @@ def _staging(pool: Pool, conversions: Conversions | None, copy_threads: int) -> 
     for name in (*dtypes, *([conversions.wire.value] if conversions.wire else ())):
         numpy_dtype(name)
     return pool.staging_nbytes
-
-
-def _plain(plain: Plain | str) -> Plain:
-    try:
-        return Plain(plain)
-    except ValueError:
-        raise InputError(f"plain: {plain!r} is not one of {', '.join(Plain)}") from None
 
 
 def _pass_on(done: Future[Any], outer: Future[TransferRecord], request_id: str, gives: bool) -> None:

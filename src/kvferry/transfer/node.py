@@ -80,6 +80,7 @@ class Node:
             on_message=self._message,
             on_lost=self._lost,
         )
+        self.directory.measured = config.measured
 
     async def close(self) -> None:
         """Abort what is under way, acknowledged where peers answer; then release everything."""

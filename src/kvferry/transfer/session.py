@@ -322,6 +322,7 @@ class Session:
             integrity=self.config.integrity,
             conversions=() if self.peer is None else used_conversions(self.form),
             timings=self.clock.timings(),
+            chosen="" if self.peer is None else self.peer.chosen,
         )
 
 

@@ -39,6 +39,7 @@ class TransferRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What moved, between whom, by what. ``path`` is what really carried the bytes.
 
     ``nbytes`` are those on the wire. ``conversions``: what was done to the values, and its bound.
+    ``chosen``: why this transport, where the choice was left to kvferry.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class TransferRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     integrity: bool
     timings: Timings
     conversions: tuple[str, ...] = ()
+    chosen: str = ""
 
     @property
     def bytes_per_second(self) -> float:

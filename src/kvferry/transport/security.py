@@ -28,6 +28,14 @@ class Plain(enum.StrEnum):
     LOOPBACK = "loopback"
     ANYWHERE = "anywhere"
 
+    @classmethod
+    def of(cls, word: str) -> Self:
+        """Raises InputError for an unknown word."""
+        try:
+            return cls(word)
+        except ValueError:
+            raise InputError(f"plain: {word!r} is not one of {', '.join(cls)}") from None
+
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One endpoint's certificate and key, and who signs its peers'; all are paths of PEM files.
