@@ -46,7 +46,8 @@ def wanted(largest: int) -> list[Payload]:
 
 async def measure(addresses: Sequence[str], mode: Mode, seconds: float, largest: int) -> list[dict[str, Any]]:
     """Probe the pair and make the other handoffs, in turns; fit the probe alone, and compare."""
-    probed, others = sizes_up_to(PROBED), wanted(largest)
+    top = Payload(min(PROBED.nbytes, largest), PROBED.block_bytes)
+    probed, others = sizes_up_to(top), wanted(largest)
     sites = [await AgentSite.connect(address) for address in addresses]
     try:
         room = Room.of([*probed, *others])
@@ -76,7 +77,7 @@ async def in_turns(
         if flow.error is not None:
             raise flow.error
         for payload in rng.permutation(np.array(others, object)):  # no size always follows the same one
-            expected = 1.5 * flow.expected * payload.nbytes / PROBED.nbytes
+            expected = 1.5 * flow.expected * payload.nbytes / probed[-1].nbytes
             mean = float(np.mean(times[payload])) if times[payload] else expected
             if turn > FEWEST_TURNS and 2 * mean * len(times[payload]) > seconds / len(others):
                 continue

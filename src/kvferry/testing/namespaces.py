@@ -14,9 +14,9 @@ from typing import Self
 
 __all__ = ["Namespaces", "why_no_namespaces"]
 
-# A token bucket lets its burst through at once, which is a second, faster link for small payloads:
-# 32 kB is 0.26 ms at 1 Gb/s, and what a timer of this kernel needs. Faster links need more.
-_BURST_BYTES, _BURST_SECONDS = 32 << 10, 0.0002
+# A token bucket lets its burst through at once, which is a second, faster link for small payloads. It
+# has to hold a few packets, and what the rate brings between two ticks of a timer.
+_BURST_BYTES, _BURST_SECONDS = 6000, 0.00026
 _LATENCY = "50ms"
 _SECONDS = 30
 
