@@ -20,7 +20,7 @@ from kvferry.errors import CapacityError, DeadlineError, InputError, KVFerryErro
 from kvferry.interference import InterferenceOptions, Measured, measure, measured_lengths, profile_object
 from kvferry.interference.client import UniquePrompts
 from kvferry.plan import DecodeLaw, PrefillLaw, ProfileChoice, parse_profile
-from kvferry.plan.interference_fit import Window, chunk_seconds, fit_mixed
+from kvferry.plan.interference_fit import MixedFit, Window, chunk_seconds, fit_mixed
 from plan_kit import profile
 from serve_kit import Server
 from virtual_time import PlantedServer, run_virtually
@@ -145,6 +145,39 @@ def test_the_share_that_made_a_window_is_the_share_that_is_found(
     assert found.uncut == pytest.approx(share, abs=1e-6)
     empty = msgspec.structs.replace(window, prompts=(), shares=())
     assert fit_mixed(known, [empty], 4096).mixed_share is None
+
+
+@pytest.mark.parametrize(
+    ("uncut", "error", "is_known"),
+    [
+        (0.4, 0.15, True),
+        (0.4, 0.16, False),
+        (0.4, None, False),  # one stretch has no spread
+        (1.2, 0.11, True),
+        (1.3, 0.11, False),
+        (-3.0, 0.1, False),
+        (1.04, 0.0, True),
+        (1.06, 0.0, False),
+    ],
+)
+def test_a_share_that_is_not_identified_is_left_out(
+    uncut: float, error: float | None, is_known: bool
+) -> None:
+    """At most 0.15 of error, and within two errors (or 0.05) of 0 to 1 before it was cut."""
+    fit = MixedFit(min(1.0, max(0.0, uncut)), error, uncut)
+    assert (fit.identified is not None) == is_known
+    assert (fit.why_unknown() is None) == is_known
+
+
+def test_a_wrong_chunk_size_writes_no_share_and_plans_try_both_ends() -> None:
+    """The engine's chunks are of 128 tokens, not of 4,096: the share comes out at -6, and is not written."""
+    found = measured(PlantedServer(share=0.4, chunk=128), chunk_tokens=4096)
+    assert found.mixed.uncut is not None
+    assert found.mixed.uncut < -1
+    made = profile_object(found)
+    assert made["mixed_share"] is None
+    assert any("mixed_share is left out" in note for note in found.notes)
+    assert made["tail"]["mixed"]["uncut"] == found.mixed.uncut  # what came out is told all the same
 
 
 def test_prompts_never_begin_alike_and_lengths_are_three_or_more() -> None:

@@ -73,7 +73,8 @@ def _laws(measured: Measured) -> Table:
         table.add_row(
             "mixed step",
             f"the longer phase + {mixed.mixed_share:.2f}{error} of the shorter"
-            f" (chunks of {measured.chunk_tokens} tokens)",
+            f" (chunks of {measured.chunk_tokens} tokens)"
+            + ("" if mixed.identified is not None else ", not identified"),
         )
     return table
 

@@ -24,7 +24,7 @@ class Measured(msgspec.Struct, frozen=True):
     """One server.
 
     Args:
-        profile: the laws, with ``mixed_share`` where arrivals were measured.
+        profile: the laws, with ``mixed_share`` where it was identified.
         alone: decode at each batch and context.
         mixed: how steps with both phases were fitted.
         tails: each window beside what the laws foretell.

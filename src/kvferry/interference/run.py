@@ -234,12 +234,9 @@ class _Measuring:
     ) -> Measured:
         """Fit the mixed steps and hold the laws against the windows."""
         fitted = fit_mixed(profile, windows, self.options.chunk_tokens)
-        profile = msgspec.structs.replace(profile, mixed_share=fitted.mixed_share)
-        if fitted.uncut is not None and not -0.25 <= fitted.uncut <= 1.25:
-            self.notes.append(
-                f"mixed steps cost {fitted.uncut:.2f} of the shorter phase beyond the longer one, which is "
-                "not from 0 to 1: the engine's chunk size may not be --chunk-tokens"
-            )
+        profile = msgspec.structs.replace(profile, mixed_share=fitted.identified)
+        if (why := fitted.why_unknown()) is not None:
+            self.notes.append(f"{why}; mixed_share is left out, so that plans try both ends")
         if (doubt := profile.doubt) is not None:
             self.notes.append(f"{doubt}: the machine may be busy with something else; measure again")
         joined = [_join(windows[at : at + _PARTS]) for at in range(0, len(windows), _PARTS)]

@@ -64,6 +64,12 @@ class Window(msgspec.Struct, frozen=True):
         return len(self.prompts) / self.seconds
 
 
+MOST_ERROR = 0.15
+"""A share with a larger standard error says little more than that it lies from 0 to 1."""
+_SLACK = 0.05
+"""So far outside of 0 to 1 a share may lie however small its error: the laws beside it are fits too."""
+
+
 class MixedFit(msgspec.Struct, frozen=True):
     """``mixed_share`` (None: no window had a prompt), its standard error, and how it was before it was cut
     to 0 to 1: far outside, the chunk size or the profile is wrong."""
@@ -71,6 +77,37 @@ class MixedFit(msgspec.Struct, frozen=True):
     mixed_share: float | None
     standard_error: float | None
     uncut: float | None
+
+    @property
+    def identified(self) -> float | None:
+        """The share where the windows tell it, else None: then both ends are to be tried.
+
+        They tell it where the standard error is at most 0.15 and the share, as it came out, lies
+        within two errors (or 0.05) of 0 to 1.
+        """
+        return None if self.why_unknown() is not None else self.mixed_share
+
+    def why_unknown(self) -> str | None:
+        """Why the share is not identified, in words, or None."""
+        if self.mixed_share is None or self.uncut is None:
+            return "no prompt came beside decode"
+        if self.standard_error is None:
+            return f"the share of mixed steps, {self.uncut:.2f}, is of one stretch alone, so without an error"
+        if not -self._slack <= self.uncut <= 1 + self._slack:
+            return (
+                f"mixed steps cost {self.uncut:.2f} +- {self.standard_error:.2f} of the shorter phase beyond "
+                "the longer one, which is not from 0 to 1: the engine's chunk size may not be --chunk-tokens"
+            )
+        if self.standard_error > MOST_ERROR:
+            return (
+                f"the share of mixed steps, {self.uncut:.2f} +- {self.standard_error:.2f}, is not known to "
+                f"{MOST_ERROR:g}: a longer --window-seconds or a higher --rate tells more"
+            )
+        return None
+
+    @property
+    def _slack(self) -> float:
+        return max(_SLACK, 2 * (self.standard_error or 0.0))
 
 
 class TailCheck(msgspec.Struct, frozen=True):
