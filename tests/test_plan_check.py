@@ -27,7 +27,7 @@ from kvferry.plan.reuse import least_reuse_rate
 from plan_kit import LLAMA_8B, LLAMA_70B, link, profile, promise, shape_of
 from size_cases import golden_cases
 
-RANK = {Verdict.HOLDS: 0, Verdict.DOES_NOT_HOLD: 1, Verdict.UNKNOWN: 2}
+RANK = {Verdict.HOLDS: 0, Verdict.UNKNOWN: 1, Verdict.DOES_NOT_HOLD: 2}
 
 
 # --- Published figures -----------------------------------------------------------------------------------
@@ -300,6 +300,24 @@ def test_a_preset_is_unknown(preset: str) -> None:
     assert "unmeasured" in found.unknown[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "binding"),
+    [
+        ({"prefill": GivenPrefill(5.0, 4096, 0)}, Binding.PREFILL),
+        ({"queue_seconds": 2.0}, Binding.QUEUE),
+        ({"queue_seconds": 2.0, "prefill": None}, Binding.QUEUE),
+        ({"requests_per_second": 13.0}, Binding.QUEUE),  # without end
+        ({"decode_step_seconds": 2.0}, Binding.STEP),
+        ({"prefill": GivenPrefill(5.0, 4096, 0), "first_token": FirstToken.PREFILL}, Binding.PREFILL),
+    ],
+)
+def test_no_link_mends_what_is_too_long_without_it(changes: dict[str, object], binding: Binding) -> None:
+    """The link is unmeasured, but the rest alone exceeds the promise: that is no unknown."""
+    way = Way(load_links("eth100").select())
+    found = answer(promise(**{"way": way, "target_seconds": 1.0} | changes))
+    assert (found.verdict, found.binding) == (Verdict.DOES_NOT_HOLD, binding)
+
+
 def test_no_prefill_time_is_unknown() -> None:
     """Without a prefill time there is no TTFT, and the answer says what to give."""
     found = answer(promise(prefill=None))
@@ -439,19 +457,21 @@ def test_a_smaller_dtype_is_proposed() -> None:
 # --- Monotony --------------------------------------------------------------------------------------------
 
 questions = st.builds(
-    lambda tokens, cached, groups, rate, target: promise(
+    lambda tokens, cached, groups, rate, target, way: promise(
         prompt_tokens=tokens,
         cached_tokens=min(cached, tokens),
         groups=groups,
         requests_per_second=rate,
         target_seconds=target,
         prefill=profile(prefill=PrefillLaw(0.005, 1e-5, 1e-10)),
+        way=way,
     ),
     st.integers(1, 50_000),
     st.integers(0, 50_000),
     st.sampled_from([1, 8, 80]),
     st.sampled_from([None, 0.5, 2.0]),
     st.floats(0.02, 3.0),
+    st.sampled_from([Way(link()), Way(load_links("eth25").select())]),
 )
 costs = st.tuples(st.floats(0, 0.1), st.floats(0, 1e-5), st.floats(1e8, 1e12))
 

@@ -117,7 +117,8 @@ def check(
 ) -> int:
     """Say whether a TTFT promise holds: the split, what binds, and where the answer flips.
 
-    Exit status: 0 holds, 3 does not hold, 4 unknown (link not measured, or no prefill time).
+    Exit status: 0 holds, 3 does not hold, 4 unknown (link not measured, or no prefill time). Where prefill
+    and its queue alone take longer than promised it does not hold, whatever the link.
 
     Parameters
     ----------

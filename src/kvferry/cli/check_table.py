@@ -88,7 +88,7 @@ def print_tables(
     for reason in found.unknown:
         console.print(f"  {reason}")
     if turned:
-        console.print(_flip_table(turned, is_estimate=found.verdict is Verdict.UNKNOWN))
+        console.print(_flip_table(turned, is_estimate=bool(found.unknown)))
     if equations:
         print_equations(console, equations)
 
@@ -107,7 +107,7 @@ def _split_table(promise: Promise, found: Answer) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("TTFT")
     table.add_column("time", justify="right")
-    table.add_column("" if found.verdict is not Verdict.UNKNOWN else "estimate", no_wrap=True)
+    table.add_column("estimate" if found.unknown else "", no_wrap=True)
     longest = max(found.target_seconds, *(t for t in (split.total,) if math.isfinite(t)), 1e-12)
     names = {
         "prefill queue": split.queue_seconds,
@@ -148,6 +148,9 @@ def _mark(seconds: float, longest: float) -> str:
 
 
 def _verdict_line(found: Answer) -> str:
+    if found.unknown and found.verdict is Verdict.DOES_NOT_HOLD:
+        over = found.split.without_link - found.target_seconds
+        return f"{found.verdict}: {_time(over)} too long without any link; binding: {found.binding}"
     if found.slack_seconds is None:
         return f"{found.verdict}; binding: {found.binding}"
     spare = found.slack_seconds

@@ -5,7 +5,8 @@
 
 Where a rate is given, waits are quantiles behind a trace's own arrivals, or of M/G/1 servers. The parts
 are added at the same quantile, which promises no less than the quantile of the sum. A link that nobody
-measured, or a prefill that nobody timed, gives "unknown" with an estimate that is marked as one.
+measured, or a prefill that nobody timed, gives "unknown" with an estimate that is marked as one; but where
+the parts that are known and have no link in them exceed the promise, it does not hold, whatever the link.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Answer(msgspec.Struct, frozen=True):
         payload: what crosses.
         transfer: the link's time for it, unhidden.
         gap_seconds: what lies between the first token and the second where prefill emits the first.
-        unknown: why the answer is no promise, or empty.
+        unknown: what of it is an estimate or missing, or empty; with some, it is never "holds".
         warnings: what it does not cover.
     """
 
@@ -121,7 +122,7 @@ def answer(promise: Promise) -> Answer:
     unknown = _unknown(promise, prefill, transfer)
     ttft = None if prefill is None else split.total
     return Answer(
-        verdict=_verdict(promise, ttft, unknown),
+        verdict=_verdict(promise, split, unknown),
         ttft_seconds=ttft,
         target_seconds=promise.target_seconds,
         slack_seconds=None if ttft is None else promise.target_seconds - ttft,
@@ -145,10 +146,14 @@ def _unknown(promise: Promise, prefill: float | None, transfer: LinkTime) -> tup
     return tuple(reasons)
 
 
-def _verdict(promise: Promise, ttft: float | None, unknown: tuple[str, ...]) -> Verdict:
-    if unknown or ttft is None:
+def _verdict(promise: Promise, split: Split, unknown: tuple[str, ...]) -> Verdict:
+    if (
+        split.without_link > promise.target_seconds
+    ):  # a prefill that is unknown counts 0: more would be no better
+        return Verdict.DOES_NOT_HOLD
+    if unknown:
         return Verdict.UNKNOWN
-    return Verdict.HOLDS if ttft <= promise.target_seconds else Verdict.DOES_NOT_HOLD
+    return Verdict.HOLDS if split.total <= promise.target_seconds else Verdict.DOES_NOT_HOLD
 
 
 def _prefill_queue(promise: Promise) -> float:
@@ -196,24 +201,23 @@ def _payloads(shape: ModelShape, pool: PoolFormat) -> PayloadTable:
 
 
 def _binding(promise: Promise, split: Split, transfer: LinkTime, unknown: tuple[str, ...]) -> Binding:
-    if UNKNOWN_COMPUTE in unknown:
-        return Binding.UNKNOWN_PREFILL
-    if unknown:
-        return Binding.UNMEASURED
     local = {
         Binding.QUEUE: split.queue_seconds,
         Binding.PREFILL: split.prefill_seconds,
         Binding.STEP: split.first_decode_step_seconds,
     }
+    if split.without_link > promise.target_seconds:
+        return max(local, key=lambda part: local[part])
+    if UNKNOWN_COMPUTE in unknown:
+        return Binding.UNKNOWN_PREFILL
+    if unknown:
+        return Binding.UNMEASURED
     link = {
         Binding.LINK_QUEUE: split.link_queue_seconds,
         _term(promise, transfer): split.exposed_transfer_seconds,
     }
-    if split.total > promise.target_seconds:
-        # Without the link it would hold: then the link binds, however small its part.
-        parts = link if split.without_link <= promise.target_seconds else local
-    else:
-        parts = local | link
+    # Without the link it would hold: then the link binds, however small its part.
+    parts = link if split.total > promise.target_seconds else local | link
     return max(parts, key=lambda part: parts[part])
 
 
