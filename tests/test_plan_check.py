@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvferry.errors import InputError
-from kvferry.link import Mode
+from kvferry.link import Mode, Spread
 from kvferry.link.load import load_links
 from kvferry.plan.check import Answer, Binding, Verdict, answer
 from kvferry.plan.compute import PrefillLaw
@@ -22,7 +22,7 @@ from kvferry.plan.interference import itl_mean_seconds
 from kvferry.plan.payload import PayloadTable, PoolFormat
 from kvferry.plan.promise import FirstToken, GivenPrefill, Promise
 from kvferry.plan.public_profiles import public_profile
-from kvferry.plan.queue import Service
+from kvferry.plan.queue import Service, empirical_waits
 from kvferry.plan.reuse import least_reuse_rate
 from plan_kit import LLAMA_8B, LLAMA_70B, link, profile, promise, shape_of
 from size_cases import golden_cases
@@ -261,6 +261,46 @@ def test_waits_come_from_the_rate() -> None:
     assert endless.verdict is Verdict.DOES_NOT_HOLD
     assert endless.ttft_seconds == math.inf
     assert endless.binding is Binding.QUEUE
+
+
+@pytest.mark.parametrize("lengths", [None, [1024, 4096, 4096, 8192]])
+def test_the_link_is_busy_for_its_mean_handoff_and_the_quantile_is_of_the_wait(
+    lengths: list[int] | None,
+) -> None:
+    """A link whose p95 is four times its typical copy: the load is 0.62, not 2; against a simulated queue."""
+    pair = link(rate=10e9)
+    band = Spread(up_to_nbytes=2**50, samples=100, p50=1.0, p95=4.0, p99=8.0, mean=1.2, deviation=0.9)
+    fits = tuple(replace(entry, fit=replace(entry.fit, spreads=(band,))) for entry in pair.fits)
+    way = Way(replace(pair, fits=fits))
+    asked = np.array(lengths or [4096])
+    sizes = np.array([PoolFormat().size(LLAMA_70B, int(tokens)).wire_bytes for tokens in asked])
+    rate = 0.62 / (1.2 * float(sizes.mean()) / 10e9)
+    found = answer(
+        promise(
+            way=way,
+            requests_per_second=rate,
+            queue_seconds=0.0,
+            prompt_lengths=None if lengths is None else asked,
+        )
+    )
+    rng = np.random.default_rng(11)
+    n = 400_000
+    shape = (1.2 / 0.9) ** 2  # gamma with that mean and deviation
+    times = rng.choice(sizes, n) / 10e9 * rng.gamma(shape, 1.2 / shape, n)
+    waits = empirical_waits(np.cumsum(rng.exponential(1 / rate, n)), times)
+    assert found.split.link_queue_seconds == pytest.approx(np.quantile(waits, 0.95), rel=0.1)
+    (queue,) = [
+        e for e in explain_check(promise(way=way, requests_per_second=rate), found) if e.name == "link load"
+    ]
+    assert lengths is not None or queue.value == pytest.approx(0.62)
+
+
+def test_a_preset_has_no_spread_and_waits_for_typical_handoffs() -> None:
+    """Fixed service of the brochure's time."""
+    way = Way(load_links("eth100").select())
+    found = answer(promise(way=way, requests_per_second=4.0, queue_seconds=0.0))
+    typical = Service.fixed(found.transfer.seconds)
+    assert found.split.link_queue_seconds == pytest.approx(typical.wait_quantile_seconds(4.0, 0.95))
 
 
 def test_waits_behind_a_traces_own_bursts() -> None:

@@ -72,3 +72,14 @@ def test_more_load_never_waits_less(low: float, high: float, q: float) -> None:
     service = Service(1.0, 1.5)
     assert service.wait_seconds(low) <= service.wait_seconds(high)
     assert service.wait_quantile_seconds(low, q) <= service.wait_quantile_seconds(high, q) + 1e-12
+
+
+def test_drawn_times_have_the_moments() -> None:
+    """Lognormal times of a service have its mean and mean square; a fixed one is always the same."""
+    normals = np.random.default_rng(5).standard_normal(400_000)
+    drawn = Service.of(Service(0.3, 0.3**2 + 0.2**2).times(normals))
+    assert drawn.mean_seconds == pytest.approx(0.3, rel=0.01)
+    assert drawn.mean_square == pytest.approx(0.13, rel=0.03)
+    assert Service.fixed(0.3).times(normals[:9]) == pytest.approx(0.3)
+    mixed = Service.mixture([Service.fixed(1.0), Service.fixed(3.0)], [3, 1])
+    assert mixed == Service.of(np.array([1.0, 1.0, 1.0, 3.0]))

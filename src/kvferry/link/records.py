@@ -220,6 +220,28 @@ class LinkFit(Line, frozen=True, kw_only=True):
                 seconds = max(seconds, self.at_least(band.up_to_nbytes, descriptors) * smaller)
         return seconds
 
+    def mean_and_square(self, nbytes: int, descriptors: int) -> tuple[float, float]:
+        """Mean seconds of such copies, and the mean of their squares, for queues; the typical time where no
+        spread was kept, or where the samples do not tell the copy's.
+
+        Neither falls when ``nbytes`` or ``descriptors`` grows.
+        """
+        typical = self.at_least(nbytes, descriptors)
+        spread = self.spread_at(nbytes)
+        if spread is None or self.why_unknown(nbytes, descriptors) is not None:
+            return typical, typical * typical
+        mean, deviation = typical * spread.mean, typical * spread.deviation
+        if nbytes > spread.up_to_nbytes:  # as in predict_quantile
+            root = math.sqrt(self.at_least(spread.up_to_nbytes, descriptors) / typical)
+            mean = typical * (spread.p50 + max(0.0, spread.mean - spread.p50) * root)
+            deviation *= root
+        square = mean * mean + deviation * deviation
+        for band in itertools.takewhile(lambda band: band is not spread, self.spreads):
+            edge = self.at_least(band.up_to_nbytes, descriptors)
+            mean = max(mean, edge * band.mean)
+            square = max(square, edge * edge * (band.mean**2 + band.deviation**2))
+        return mean, square
+
     def spread_at(self, nbytes: int) -> Spread | None:
         """The spread of copies of that size, or None where none was kept."""
         return next((band for band in self.spreads if nbytes <= band.up_to_nbytes), (None, *self.spreads)[-1])

@@ -3,7 +3,9 @@
     TTFT = wait for prefill + prefill + (first token from decode ? wait for the link
            + exposed transfer + first decode step : 0)
 
-Where a rate is given, waits are quantiles behind a trace's own arrivals, or of M/G/1 servers. The parts
+Where a rate is given, waits are quantiles behind a trace's own arrivals, or of M/G/1 servers; the link's
+service time has the mean and the deviation of its measured spread (behind a trace's own arrivals it is
+drawn so, lognormal, always the same draw), so its load is the mean times the rate. The parts
 are added at the same quantile, which promises no less than the quantile of the sum. A link that nobody
 measured, or a prefill that nobody timed, gives "unknown" with an estimate that is marked as one; but where
 the parts that are known and have no link in them exceed the promise, it does not hold, whatever the link.
@@ -18,15 +20,19 @@ from functools import lru_cache
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.model import ModelShape
 from kvferry.plan.compute import UNKNOWN_COMPUTE, ComputeProfile
-from kvferry.plan.handoff import LinkTime, exposed_seconds, link_time
+from kvferry.plan.handoff import LinkTime, exposed_seconds, handoff_service, link_time
 from kvferry.plan.payload import Payload, PayloadTable, PoolFormat
 from kvferry.plan.promise import FirstToken, GivenPrefill, Promise, check_promise
 from kvferry.plan.queue import Service, empirical_waits
 
-__all__ = ["Answer", "Binding", "Split", "Verdict", "answer"]
+__all__ = ["Answer", "Binding", "Split", "Verdict", "answer", "has_arrivals", "link_service"]
+
+_SEED = 1
+"""Of the draw of handoff times behind a trace's own arrivals: one question has one answer."""
 
 
 class Verdict(StrEnum):
@@ -172,15 +178,39 @@ def _link_queue(promise: Promise) -> float:
     rate = promise.requests_per_second
     if not rate:
         return 0.0
-    payloads = _payloads(promise.shape, promise.pool)
+    if has_arrivals(promise):
+        assert promise.prompt_lengths is not None
+        lengths, which = np.unique(promise.prompt_lengths, return_inverse=True)
+        normals = np.random.default_rng(_SEED).standard_normal(len(which))
+        times = np.empty(len(which))
+        for at, length in enumerate(lengths):
+            times[which == at] = _handoff(promise, int(length)).times(normals[which == at])
+        return _walked(promise, rate, times)
+    return link_service(promise).wait_quantile_seconds(rate, promise.way.quantile)
 
-    def seconds(length: int) -> float:
-        payload = payloads.at(length, min(promise.cached_tokens, length))
-        return link_time(promise.way, payload.nbytes, payload.descriptors).seconds
 
+def link_service(promise: Promise) -> Service:
+    """How long the link is busy with one handoff of the workload, by its first two moments."""
     if promise.prompt_lengths is None:
-        return Service.fixed(seconds(promise.prompt_tokens)).wait_quantile_seconds(rate, promise.way.quantile)
-    return _wait(promise, rate, seconds)
+        return _handoff(promise, promise.prompt_tokens)
+    lengths, counts = np.unique(promise.prompt_lengths, return_counts=True)
+    return Service.mixture([_handoff(promise, int(length)) for length in lengths], counts.tolist())
+
+
+def _handoff(promise: Promise, length: int) -> Service:
+    payload = _payloads(promise.shape, promise.pool).at(length, min(promise.cached_tokens, length))
+    return handoff_service(promise.way, payload.nbytes, payload.descriptors)
+
+
+def has_arrivals(promise: Promise) -> bool:
+    """Whether waits come from a trace's own arrivals instead of Poisson's."""
+    arrivals = promise.arrival_seconds
+    return (
+        promise.prompt_lengths is not None
+        and arrivals is not None
+        and len(arrivals) >= 2
+        and bool(arrivals[-1] > arrivals[0])
+    )
 
 
 def _wait(promise: Promise, rate: float, seconds: Callable[[int], float]) -> float:
@@ -188,9 +218,15 @@ def _wait(promise: Promise, rate: float, seconds: Callable[[int], float]) -> flo
     assert promise.prompt_lengths is not None
     lengths, which = np.unique(promise.prompt_lengths, return_inverse=True)
     times = np.array([seconds(int(length)) for length in lengths])[which]
-    arrivals = promise.arrival_seconds
-    if arrivals is None or len(arrivals) < 2 or arrivals[-1] <= arrivals[0]:
+    if not has_arrivals(promise):
         return Service.of(times).wait_quantile_seconds(rate, promise.way.quantile)
+    return _walked(promise, rate, times)
+
+
+def _walked(promise: Promise, rate: float, times: NDArray[np.float64]) -> float:
+    """The quantile of the waits behind the trace's own arrivals, stretched to the rate."""
+    arrivals = promise.arrival_seconds
+    assert arrivals is not None
     stretch = len(arrivals) / rate / float(arrivals[-1] - arrivals[0])
     return float(np.quantile(empirical_waits(arrivals * stretch, times), promise.way.quantile))
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.errors import NoPlanError
 from kvferry.link import Line, LinkFit
-from kvferry.plan.check import Answer
+from kvferry.plan.check import Answer, has_arrivals, link_service
 from kvferry.plan.compute import ComputeProfile, PrefillLaw
 from kvferry.plan.promise import FirstToken, GivenPrefill, Promise
 
@@ -44,6 +44,7 @@ def explain_check(promise: Promise, found: Answer) -> tuple[Equation, ...]:
         *_payload(promise, found),
         *_prefill(promise, found),
         _transfer(promise, found),
+        *_link_queue(promise, found),
         _exposed(promise, found),
         *_ttft(promise, found),
     )
@@ -109,6 +110,31 @@ def _transfer(promise: Promise, found: Answer) -> Equation:
         formula = f"T_x = (a + o * n + V / B) * spread at p{100 * way.quantile:g}"
         terms = f"({terms}) * {number(time.seconds / typical)}"
     return Equation("transfer", formula, terms, time.seconds, "s")
+
+
+def _link_queue(promise: Promise, found: Answer) -> list[Equation]:
+    """The wait for the link: its load is the mean handoff times the rate, the quantile is the wait's."""
+    rate, q = promise.requests_per_second, promise.way.quantile
+    if not rate or promise.first_token is FirstToken.PREFILL:
+        return []
+    value = found.split.link_queue_seconds
+    if has_arrivals(promise):
+        formula = f"p{100 * q:g} of the waits behind the trace's own arrivals, handoffs drawn from the spread"
+        return [Equation("link queue", formula, number(value), value, "s")]
+    service = link_service(promise)
+    mean, square, load = service.mean_seconds, service.mean_square, service.load(rate)
+    busy = Equation("link load", "rho = rate * E[S]", f"{number(rate)} * {number(mean)}", load, "of its time")
+    formula = "W(q) = rate * E[S^2] / (2 (1 - rho) rho) * ln(rho / (1 - q)), E[S^2] = mean^2 + deviation^2"
+    if load <= 1 - q:
+        formula, filled = "0: no more than 1 - q of the handoffs wait at all", "0"
+    elif load >= 1:
+        formula, filled = "without end: rho is 1 or more", "math.inf"
+    else:
+        filled = (
+            f"{number(rate)} * {number(square)} / (2 * (1 - {load!r}) * {load!r}) "
+            f"* math.log({load!r} / (1 - {number(q)}))"
+        )
+    return [busy, Equation("link queue", formula, filled, value, "s")]
 
 
 def _exposed(promise: Promise, found: Answer) -> Equation:

@@ -7,6 +7,7 @@ of those that wait as exponential: ``t(q) = W / rho * ln(rho / (1 - q))``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -30,6 +31,23 @@ class Service(msgspec.Struct, frozen=True):
     def of(seconds: NDArray[np.float64]) -> Service:
         """The moments of a sample."""
         return Service(float(seconds.mean()), float((seconds * seconds).mean()))
+
+    @staticmethod
+    def mixture(parts: Sequence[Service], weights: Sequence[float]) -> Service:
+        """One of these each time, as often as its weight says."""
+        total = math.fsum(weights)
+        pairs = list(zip(parts, weights, strict=True))
+        return Service(
+            math.fsum(part.mean_seconds * weight for part, weight in pairs) / total,
+            math.fsum(part.mean_square * weight for part, weight in pairs) / total,
+        )
+
+    def times(self, normals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Lognormal times of this mean and mean square, one for each standard normal number."""
+        if self.mean_seconds <= 0:
+            return np.zeros_like(normals)
+        variance = max(0.0, math.log(self.mean_square / self.mean_seconds**2))
+        return np.asarray(self.mean_seconds * np.exp(math.sqrt(variance) * normals - variance / 2))
 
     def load(self, requests_per_second: float) -> float:
         """rho: the share of its time that the server is busy."""
