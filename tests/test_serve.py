@@ -16,8 +16,9 @@ import pytest
 
 from conftest import wait_until
 from kvferry.cli import run
+from kvferry.proxy.body import read_body
 from kvferry.serve import ServeOptions
-from kvferry.serve.ask import read_completion
+from kvferry.serve.ask import read_chat, read_completion
 from kvferry.serve.batcher import Batcher
 from kvferry.serve.job import Event, Handed, Job, Token
 from kvferry.serve.roles import Roles
@@ -214,6 +215,17 @@ def test_an_offer_whose_answer_nobody_read_is_taken_back() -> None:
             batcher.close()
             roles.close()
     pool.close()
+
+
+@pytest.mark.parametrize("older", [None, 3, 9])
+def test_max_completion_tokens_counts_before_max_tokens(older: int | None) -> None:
+    """At the server and at the proxy, for a chat; a completion knows max_tokens only."""
+    body = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 5, "max_tokens": older}
+    raw = json.dumps(body).encode()
+    assert read_chat(raw, choose_model("tiny")).limits.max_tokens_left == 5
+    assert read_body(raw, is_chat=True).max_tokens == 5
+    plain = json.dumps({"prompt": "a", "max_completion_tokens": 5, "max_tokens": older}).encode()
+    assert read_body(plain, is_chat=False).max_tokens == older
 
 
 BAD = [

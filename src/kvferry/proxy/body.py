@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import InputError
+from kvferry.serve.limit import asked_tokens
 
 __all__ = ["Body", "read_body"]
 
@@ -35,10 +36,8 @@ class Body(msgspec.Struct, frozen=True):
     @property
     def max_tokens(self) -> int | None:
         """The limit that the client gave."""
-        if self.is_chat and self.fields.get("max_completion_tokens") is not None:
-            given = self.fields["max_completion_tokens"]
-        else:
-            given = self.fields.get("max_tokens")
+        get = self.fields.get
+        given = asked_tokens(get("max_tokens"), get("max_completion_tokens"), is_chat=self.is_chat)
         return given if isinstance(given, int) else None
 
     @property

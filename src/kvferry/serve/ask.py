@@ -16,6 +16,7 @@ from msgspec import Meta
 from kvferry.engines.reference import Model, chat_text, check_sampling
 from kvferry.errors import InputError, KVFerryError
 from kvferry.protocol.ticket import Ticket, read_ticket
+from kvferry.serve.limit import asked_tokens
 from kvferry.state import Limits, LogitBias, SamplingParameters
 
 __all__ = ["Ask", "Handoff", "read_chat", "read_completion"]
@@ -136,7 +137,7 @@ def read_chat(body: bytes, model: Model) -> Ask:
         for turn in given.messages
     ]
     ids = model.tokenizer.encode(chat_text(turns))
-    asked = given.max_completion_tokens if given.max_tokens is None else given.max_tokens
+    asked = asked_tokens(given.max_tokens, given.max_completion_tokens, is_chat=True)
     room = max(1, model.config.max_context - len(ids))
     return _ask(given, ids, min(CHAT_TOKENS, room) if asked is None else asked, model, is_chat=True)
 
