@@ -148,14 +148,18 @@ def test_ctrl_c_in_the_middle_of_streams_ends_them_with_an_error(workers: tuple[
 
 
 @contextlib.contextmanager
-def stub(answers: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def stub(
+    answers: list[dict[str, Any]], delay_seconds: float = 0.0
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A worker of another engine: its URL, and the bodies that it was sent. It gives the answers in turn."""
     asked_for: list[dict[str, Any]] = []
+    never = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked_for.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             content = json.dumps(answers[len(asked_for) - 1]).encode()
+            never.wait(delay_seconds)
             self.send_response(200)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(content)))
@@ -205,6 +209,22 @@ def test_another_engine_is_asked_by_the_contract_and_no_more() -> None:
     params = {"do_remote_decode": True, "do_remote_prefill": False, "kvferry_first_token": "emit"}
     assert p[1][0] == body | {"max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": params}
     assert d[1] == [body | {"kv_transfer_params": given}, body, body]
+
+
+def test_an_answer_that_is_not_streamed_may_be_silent_for_longer() -> None:
+    """--silence-seconds is for streams; past --answer-seconds nobody is blamed and nothing asked again."""
+    whole = {"choices": [{"index": 0, "text": "Bcd", "finish_reason": "stop"}], "id": "x"}
+    body = {"prompt": "abc", "max_tokens": 7}
+    ends = ("--prefill", NOBODY, "--min-prompt-tokens", "99", "--silence-seconds", "0.2")
+    with stub([whole] * 2, delay_seconds=0.8) as (url, asked_for):
+        with proxy(*ends, "--decode", url) as patient:
+            assert text_of(patient.complete(body)) == "Bcd"
+        with proxy(*ends, "--decode", url, "--answer-seconds", "0.3") as hasty:
+            late = hasty.post(body)
+            assert hasty.health()["decode"][0]["failed"] == 0
+    assert late.status_code == 504
+    assert "--answer-seconds" in late.json()["error"]["message"]
+    assert len(asked_for) == 2
 
 
 @contextlib.contextmanager

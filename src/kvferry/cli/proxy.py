@@ -65,7 +65,9 @@ class ProxyFlags:
     prefill_seconds: float = 60.0
     "How long a prefill worker may take to answer."
     silence_seconds: float = 60.0
-    "How long a decode worker may say nothing."
+    "How long a decode worker may say nothing in a stream."
+    answer_seconds: float = 600.0
+    "How long an answer that is not streamed may take; it is not tried again, and no worker is blamed."
     cooldown_seconds: float = 5.0
     "How long a worker that failed is left out."
 
@@ -84,7 +86,7 @@ class ProxyFlags:
             profile = load_profile(self.profile, choice)
         plain = (
             "listen", "mode", "first_token", "links", "min_prompt_tokens", "retries", "fallback",
-            "connect_seconds", "prefill_seconds", "silence_seconds", "cooldown_seconds",
+            "connect_seconds", "prefill_seconds", "silence_seconds", "answer_seconds", "cooldown_seconds",
         )  # fmt: skip
         return ProxyOptions(
             prefill=tuple(read_place(text, "prefill") for text in self.prefill),

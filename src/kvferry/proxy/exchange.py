@@ -59,6 +59,8 @@ class Exchange:
             try:
                 return await self._over(pair)
             except WorkerFailedError as error:
+                if error.is_nobodys_fault:
+                    raise
                 last = error
                 blamed = pair.prefill if error.is_peers_fault else error.worker
                 if error.status != 503:  # one that is only busy is asked again next time
@@ -82,7 +84,7 @@ class Exchange:
         if not self._body.stream:
             fields = self._body.for_decode(given.params)
             with pair.decode.busy(self._tokens):
-                then = await self._ask(pair.decode, fields, self._options.silence_seconds)
+                then = await self._whole_of(pair.decode, fields)
             self._state.count("handoffs")
             return Answer(joined(given.answer, then) if given.is_emitted else then, self._said)
         writer = Writer(is_chat=self._body.is_chat)
@@ -133,11 +135,11 @@ class Exchange:
         try:
             if not self._body.stream:
                 with worker.busy(self._tokens):
-                    return Answer(await self._ask(worker, fields, self._options.silence_seconds), self._said)
+                    return Answer(await self._whole_of(worker, fields), self._said)
             stack = contextlib.AsyncExitStack()
             events = await self._open(stack, worker, fields)
         except WorkerFailedError as error:
-            if error.status != 503:
+            if error.status != 503 and not error.is_nobodys_fault:
                 self._state.workers.failed(worker)
             raise
         writer = Writer(is_chat=self._body.is_chat)
@@ -145,6 +147,9 @@ class Exchange:
 
     async def _ask(self, worker: Worker, fields: dict[str, Any], seconds: float) -> dict[str, Any]:
         return await self._state.upstream.ask(worker, self._path, fields, self._headers, seconds)
+
+    async def _whole_of(self, worker: Worker, fields: dict[str, Any]) -> dict[str, Any]:
+        return await self._state.upstream.whole(worker, self._path, fields, self._headers)
 
     async def _open(
         self, stack: contextlib.AsyncExitStack, worker: Worker, fields: dict[str, Any]

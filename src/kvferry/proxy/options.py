@@ -38,7 +38,9 @@ class ProxyOptions(msgspec.Struct, frozen=True):
         retries: further prefill workers that are tried.
         fallback: what happens when no handoff comes about: ``decode`` computes alone, or ``fail``.
         connect_seconds, prefill_seconds, silence_seconds: how long a worker may take to accept, to
-            answer a prefill, and to say nothing while it answers.
+            answer a prefill, and to say nothing while it streams.
+        answer_seconds: how long an answer that is not streamed may take: until it is whole a worker says
+            nothing, so its silence tells nothing.
         cooldown_seconds: how long a worker that failed is left out.
     """
 
@@ -58,6 +60,7 @@ class ProxyOptions(msgspec.Struct, frozen=True):
     connect_seconds: float = 2.0
     prefill_seconds: float = 60.0
     silence_seconds: float = 60.0
+    answer_seconds: float = 600.0
     cooldown_seconds: float = 5.0
 
 
@@ -94,6 +97,7 @@ def check_options(options: ProxyOptions) -> ProxyOptions:
         ("connect_seconds", 0.001, 3600.0),
         ("prefill_seconds", 0.001, 3600.0),
         ("silence_seconds", 0.001, 3600.0),
+        ("answer_seconds", 0.001, 86400.0),
         ("cooldown_seconds", 0.0, 3600.0),
     ):
         if not least <= getattr(options, field) <= most:  # not NaN either

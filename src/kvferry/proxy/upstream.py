@@ -22,15 +22,25 @@ MAX_ANSWER_NBYTES = 64 << 20
 
 
 class WorkerFailedError(Exception):
-    """A worker, or the one that it blames, did not do it; another may."""
+    """A worker, or the one that it blames, did not do it; another may.
+
+    ``is_nobodys_fault``: its time was up while it was still at it: nobody is blamed, nothing tried again.
+    """
 
     def __init__(
-        self, worker: Worker, reason: str, *, status: int = 502, is_peers_fault: bool = False
+        self,
+        worker: Worker,
+        reason: str,
+        *,
+        status: int = 502,
+        is_peers_fault: bool = False,
+        is_nobodys_fault: bool = False,
     ) -> None:
         super().__init__(f"{worker.place.name} ({worker.place.url}): {reason}")
         self.worker = worker
         self.status = status
         self.is_peers_fault = is_peers_fault
+        self.is_nobodys_fault = is_nobodys_fault
 
 
 class RefusedError(Exception):
@@ -61,6 +71,26 @@ class Upstream:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    async def whole(
+        self, worker: Worker, path: str, fields: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """A whole answer, which may take ``answer_seconds``: its worker says nothing until it has all of it.
+
+        Raises as :meth:`ask` does; after that time a WorkerFailedError that blames nobody.
+        """
+        seconds = self._options.answer_seconds
+        try:
+            return await self.ask(worker, path, fields, headers, seconds)
+        except WorkerFailedError as error:
+            if not isinstance(error.__cause__, httpx.ReadTimeout):
+                raise
+            raise WorkerFailedError(
+                worker,
+                f"had no whole answer after {seconds:.3g} s (--answer-seconds); stream it, or ask for less",
+                status=504,
+                is_nobodys_fault=True,
+            ) from error
 
     async def ask(
         self,
