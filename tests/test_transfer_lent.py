@@ -14,16 +14,16 @@ import psutil
 import pytest
 
 from conftest import fill_random, unique_address, wait_until
-from kvferry.errors import InputError, LocalError, PeerError
+from kvferry.errors import InputError, KVFerryError, LocalError, PeerError
 from kvferry.layout import BlockTable
 from kvferry.protocol.prefix import HASH_NBYTES, HeldPrefix
 from kvferry.protocol.ticket import Mode
 from kvferry.state import Exactness
-from kvferry.transfer import Endpoint, payload
+from kvferry.transfer import Ended, Endpoint, payload
 from reference_kit import GREEDY, limits
 from test_handoff import make_workers
 from test_handoff import prefill as prefill_request
-from test_transfer import TOKENS, is_idle, layout, live, table
+from test_transfer import TOKENS, is_idle, layout, live, move, table
 
 Opened = Callable[..., Endpoint]
 
@@ -31,22 +31,37 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.mark.parametrize("second", [(0, 1, 2), (3, 4, 5), (5, 2, 7), (1, 6, 8)])
-@pytest.mark.parametrize("request_id", ["a", "b"])
-def test_a_block_is_lent_to_one_request(opened: Opened, second: tuple[int, ...], request_id: str) -> None:
-    """A second reservation of a block is refused, unless it is another rank's part of one request."""
+@pytest.mark.parametrize("together", [b"", b"a group"])
+def test_a_block_is_lent_to_one_transfer(opened: Opened, second: tuple[int, ...], together: bytes) -> None:
+    """A second reservation of a block is refused, of the same request too, unless ranks share it."""
     endpoint = opened(layout(8), unique_address("inproc"), name="lender")
     first, other = BlockTable(0, np.array([0, 1, 2])), BlockTable(0, np.array(second))
-    held = endpoint.reserve("a", 24, first)
-    if request_id == "b" and (shared := {0, 1, 2} & set(second)):
+    held = endpoint.reserve("a", 24, first, together=together)
+    if not together and (shared := {0, 1, 2} & set(second)):
         with pytest.raises(LocalError, match=f"block {min(shared)} .* request a already"):
-            endpoint.reserve("b", 24, other)
+            endpoint.reserve("a", 24, other)
     else:
-        endpoint.withdraw(endpoint.reserve(request_id, 24, other))
+        endpoint.withdraw(endpoint.reserve("a", 24, other, together=together))
         with pytest.raises(LocalError, match="request a already"):  # what came and went took nothing away
             endpoint.reserve("c", 24, first)
     endpoint.withdraw(held)
     endpoint.withdraw(endpoint.reserve("b", 24, other))  # and they are free again
     assert is_idle(endpoint)
+
+
+def test_a_held_prefix_is_written_by_nobody_else(opened: Opened) -> None:
+    """Blocks that a live transfer relies on are lent to no other, nor relied on while another writes them."""
+    endpoint = opened(layout(8), unique_address("inproc"), name="lender")
+    have = HeldPrefix(8, bytes(2 * HASH_NBYTES))
+    held = endpoint.reserve("a", 24, BlockTable(0, np.array([3, 4, 5])), have=have)
+    with pytest.raises(LocalError, match=r"block 4 .* request a already"):
+        endpoint.reserve("b", 16, BlockTable(0, np.array([9, 4])))
+    with pytest.raises(LocalError, match=r"block 5 .* request a already"):
+        endpoint.reserve("b", 24, BlockTable(0, np.array([5, 6, 7])), have=have)
+    shared = endpoint.reserve("b", 24, BlockTable(0, np.array([3, 4, 8])), have=have)  # held by both: fine
+    for ticket in (held, shared):
+        endpoint.withdraw(ticket)
+    endpoint.withdraw(endpoint.reserve("c", 24, BlockTable(0, np.array([3, 4, 5]))))
 
 
 @pytest.fixture
@@ -149,6 +164,84 @@ def test_a_lease_may_be_renewed_while_bytes_move(
     assert live(decode, dst) == live(prefill, src)
 
 
+def test_a_cancelled_future_ends_nothing(opened: Opened) -> None:
+    """Whoever gives up waiting takes nothing back: the endpoint and every other call go on."""
+    prefill = opened(layout(8), unique_address("shm"), name="prefill", process=True)
+    decode = opened(layout(8), unique_address("shm"), name="decode", process=True)
+    ticket = decode.reserve("r", TOKENS, table(8, 3))
+    assert not decode.arrival(ticket).arrival.cancel()
+    assert not decode.outcome(ticket).cancel()
+    assert not decode.cancel(ticket, "not wanted").cancel()
+    wait_until(lambda: is_idle(decode))
+    move(prefill, decode, table(8, 2), table(8, 3), Mode.PULL)
+
+
+def test_a_callback_may_not_wait_for_its_own_endpoint(opened: Opened) -> None:
+    """It would wait for the thread that it runs in; it is told so at once."""
+    endpoint = opened(layout(8), unique_address("inproc"), name="lender")
+    told: list[KVFerryError] = []
+
+    def ask(_: object) -> None:
+        try:
+            endpoint.stats()
+        except KVFerryError as error:
+            told.append(error)
+
+    ticket = endpoint.reserve("r", TOKENS, table(8, 3))
+    endpoint.arrival(ticket).arrival.add_done_callback(ask)
+    endpoint.withdraw(ticket)
+    wait_until(lambda: bool(told))
+    assert "another thread" in told[0].next_step
+    assert is_idle(endpoint)
+
+
+def test_observers_may_ask_close_and_fail(opened: Opened) -> None:
+    """They have a thread of their own: a call of theirs is answered, and no fault of theirs ends a call."""
+    seen: list[int] = []
+
+    def asks(_: Ended) -> None:
+        seen.append(endpoint.stats().pid)
+
+    def exits(_: Ended) -> None:
+        raise SystemExit(3)
+
+    endpoint = opened(layout(8), unique_address("inproc"), observers=[exits, asks])
+    for _ in range(2):
+        endpoint.withdraw(endpoint.reserve("r", TOKENS, table(8, 3)))
+    wait_until(lambda: len(seen) == 2)
+    closing = opened(layout(8), unique_address("inproc"), observers=[lambda _: closing.close()])
+    closing.withdraw(closing.reserve("r", TOKENS, table(8, 3)))
+    wait_until(lambda: closing._client._closed)
+
+
+def test_an_interrupted_close_is_a_close(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a frozen process is closed: it is killed all the same, and nothing is left."""
+    endpoint = opened(layout(8), unique_address("shm"), process=True)
+    pid = endpoint.stats().pid
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(endpoint._client, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        endpoint.close()
+    assert not psutil.pid_exists(pid)
+    endpoint.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"copy_threads": 0}, {"max_transfers": "x"}, {"name": None}, {"timeouts": 3}, {"observers": [3]}],
+    ids=str,
+)
+def test_wrong_options_are_told_at_the_call(opened: Opened, wrong: dict[str, Any]) -> None:
+    """No endpoint comes of them, and no process."""
+    with pytest.raises(InputError):
+        opened(layout(8), **wrong)
+    with pytest.raises(InputError, match="needs one to listen at"):
+        Endpoint.listen([], pool=opened(layout(8)).pool, process=False)
+
+
 FORKS = """
 import os, sys
 from kvferry.errors import KVFerryError
@@ -156,7 +249,10 @@ from kvferry.layout import BlockTable, PoolLayout
 from kvferry.transfer import Endpoint, Pool
 
 layout = PoolLayout.paged(range(1), kv_heads=1, head_dim=16, dtype="float32", block_size=8, num_blocks=8)
+gone = [Endpoint.open(pool=Pool.allocate(layout), process=False) for _ in range(3)]
 endpoint = Endpoint.listen(f"shm://fork-{os.getpid()}", pool=Pool.allocate(layout), process=True)
+for one in gone:  # closed, and still referenced
+    one.close()
 waiting = endpoint.arrival(endpoint.reserve("never", 8, BlockTable(0, [1])))
 """
 IN_A_CHILD = """

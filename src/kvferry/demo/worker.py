@@ -48,6 +48,8 @@ def main() -> None:
         _run(job)
     except KVFerryError as error:
         emit(Failed(error.to_record()))
+    except BrokenPipeError:
+        os._exit(1)  # the demo is gone: there is nobody to tell
     except Exception as error:  # noqa: BLE001 - the parent shows it; a silent child would look like a hang
         emit(Failed(LocalError(f"the {sys.argv[0]} process failed: {error!r}").to_record()))
 

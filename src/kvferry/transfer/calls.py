@@ -63,10 +63,15 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start: float = 5.0
 
 
+_Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+_Seconds = Annotated[float, Meta(gt=0, lt=7 * 24 * 3600)]
+_Few = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a transfer process is told once, as its first frame."""
 
-    name: str
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
     layout: PoolLayout
     requirements: Requirements | None
     integrity: bool
@@ -74,19 +79,15 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_fd: int | None
     owner_pid: int
     owner_address: int
-    max_transfers: int = 1024
-    max_moving: int = 64
+    max_transfers: _Few = 1024
+    max_moving: _Few = 64
     max_lease_seconds: float = 3600.0
-    copy_threads: int = 2
+    copy_threads: _Few = 2
     is_observed: bool = False
     security: Security = HOST_ONLY
     conversions: Conversions | None = None
     staging_nbytes: int = 0
     measured: dict[str, dict[str, float]] = {}
-
-
-_Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-_Seconds = Annotated[float, Meta(gt=0, lt=7 * 24 * 3600)]
 
 
 class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
@@ -126,6 +127,7 @@ class ReserveCall(_Call, frozen=True):
     lease_seconds: _Seconds
     held: HeldPrefix
     peer: str = ""
+    together: bytes = b""
 
 
 class PullCall(_Call, frozen=True):
@@ -135,6 +137,7 @@ class PullCall(_Call, frozen=True):
     held: HeldPrefix
     transport: str
     portions: tuple[Portion, ...] = ()
+    together: bytes = b""
 
 
 class PushCall(_Call, frozen=True):

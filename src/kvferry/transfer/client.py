@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import itertools
 import logging
 import os
+import queue
 import socket
 import struct
 import subprocess
@@ -32,6 +34,7 @@ __all__ = ["NodeClient", "Observer"]
 
 _call_decoder: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
+_config_decoder = msgspec.msgpack.Decoder(NodeConfig)
 _encoder = msgspec.msgpack.Encoder()
 _log = logging.getLogger(__name__)
 
@@ -60,8 +63,13 @@ class NodeClient:
     def __init__(
         self, config: NodeConfig, memory: Memory, *, process: bool, observers: Sequence[Observer] = ()
     ) -> None:
+        body = _encode_config(config)
+        if not all(callable(observer) for observer in observers):
+            raise InputError("observers: each needs to be callable")
         self._name = config.name
         self._observers = tuple(observers)
+        self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._dispatcher: threading.Thread | None = None
         self._sock, theirs = socket.socketpair()
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         self._ids = itertools.count(1)
@@ -84,11 +92,16 @@ class NodeClient:
                 self._thread.start()
         finally:
             theirs.close()
-        self._send(_encoder.encode(config))
+        self._send(body)
         self._reader = threading.Thread(
             target=self._read_all, name=f"kvferry-calls-{config.name}", daemon=True
         )
         self._reader.start()
+        if self._observers:
+            self._dispatcher = threading.Thread(
+                target=self._dispatch, name=f"kvferry-observers-{config.name}", daemon=True
+            )
+            self._dispatcher.start()
         _clients.add(self)
 
     @property
@@ -102,6 +115,8 @@ class NodeClient:
         Raises InputError for a field of the wrong type or range; then nothing was sent.
         """
         future: Future[Any] = Future()
+        # Whoever holds it cannot take back the answer of a node: cancelling is a call of its own.
+        future.set_running_or_notify_cancel()
         number = next(self._ids)
         body = _encode(kind(number, **fields))
         with self._lock:
@@ -120,6 +135,11 @@ class NodeClient:
 
         Raises DeadlineError when at the limit, which the node should have kept, it does not answer.
         """
+        if threading.current_thread() is self._reader and not future.done():
+            raise LocalError(
+                "this call waits for the endpoint, inside a callback that the endpoint waits for",
+                next_step="make it from another thread",
+            )
         while True:
             if not self._reader.is_alive() and not future.done():
                 raise _closed()  # in a forked child, where nobody reads
@@ -137,16 +157,26 @@ class NodeClient:
             self._released = True
         try:
             self.call(CloseCall, limit_seconds)
-        except DeadlineError:
+        except KVFerryError as error:
+            # A frozen one is killed: only this makes sure that it touches nothing any more. One that
+            # is gone already has nothing left; what is ours is released below.
+            if isinstance(error, DeadlineError) and self._process is not None:
+                self._process.kill()
+        except BaseException:  # Ctrl-C: the end is still the end
             if self._process is not None:
-                self._process.kill()  # frozen: only this makes sure that it touches nothing any more
-        except KVFerryError:
-            pass  # it is gone already; what is ours is released below
+                self._process.kill()
+            raise
+        finally:
+            self._tear_down(limit_seconds)
+
+    def _tear_down(self, limit_seconds: float) -> None:
         with self._lock:
             self._closed = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._reader.join()
+        if self._dispatcher is not None and self._dispatcher is not threading.current_thread():
+            self._dispatcher.join(limit_seconds)
         self._sock.close()
         if self._process is not None:
             try:
@@ -164,7 +194,8 @@ class NodeClient:
         """
         self._lock = threading.Lock()  # a thread that is not here may have held it
         self._closed = self._released = True
-        os.close(self._sock.detach())  # not shutdown: that would be the parent's end of it too
+        if self._sock.fileno() >= 0:
+            os.close(self._sock.detach())  # not shutdown: that would be the parent's end of it too
 
     def _answers(self) -> bool:
         try:
@@ -188,38 +219,41 @@ class NodeClient:
                 raise self._gone() from error
 
     def _read_all(self) -> None:
-        # A node that ends before it has read all of our calls resets the socket: an end like another.
-        with contextlib.suppress(ConnectionError), self._sock.makefile("rb") as stream:
-            while len(header := stream.read(FRAME.size)) == FRAME.size:
-                (nbytes,) = FRAME.unpack(header)
-                body = stream.read(nbytes)
-                if len(body) < nbytes:
-                    break
-                reply = _reply_decoder.decode(body)
-                if reply.id == 0:
-                    self._observe(reply.value)
-                    continue
-                with self._lock:
-                    future = self._futures.pop(reply.id)
-                if reply.error is not None:
-                    future.set_exception(KVFerryError.from_record(reply.error))
-                else:
-                    future.set_result(reply.value)
-        if self._process is not None and not self._released:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_REAP_SECONDS)  # so that the error can say what it died of
-        with self._lock:
-            pending, self._futures = list(self._futures.values()), {}
-            closing, self._closed = self._closed, True
-        for future in pending:
-            future.set_exception(_closed() if closing else self._gone())
+        try:
+            # A node that ends before it has read all of our calls resets the socket: an end like another.
+            with contextlib.suppress(ConnectionError), self._sock.makefile("rb") as stream:
+                while (reply := _next_reply(stream)) is not None:
+                    self._take(reply)
+            if self._process is not None and not self._released:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_REAP_SECONDS)  # so that the error can say what it died of
+        finally:  # whatever ended this thread, a callback's own fault too: nobody waits for ever
+            with self._lock:
+                pending, self._futures = list(self._futures.values()), {}
+                closing, self._closed = self._closed, True
+            self._told.put(None)
+            for future in pending:
+                future.set_exception(_closed() if closing else self._gone())
 
-    def _observe(self, told: Any) -> None:
-        for observer in self._observers:
-            try:
-                observer(told)
-            except Exception:  # noqa: BLE001 - who looks on must not end what is looked at
-                _log.exception("an observer of %s failed", self._name)
+    def _take(self, reply: Reply) -> None:
+        if reply.id == 0:
+            self._told.put(reply.value)
+            return
+        with self._lock:
+            future = self._futures.pop(reply.id)
+        if reply.error is not None:
+            future.set_exception(KVFerryError.from_record(reply.error))
+        else:
+            future.set_result(reply.value)
+
+    def _dispatch(self) -> None:
+        """Tell the observers, in a thread of their own: they may be slow, and call the endpoint."""
+        while (told := self._told.get()) is not None:
+            for observer in self._observers:
+                try:
+                    observer(told)
+                except BaseException:  # noqa: BLE001 - who looks on must not end what is looked at
+                    _log.exception("an observer of %s failed", self._name)
 
     def _silent(self, limit_seconds: float) -> DeadlineError:
         return DeadlineError(
@@ -236,6 +270,25 @@ class NodeClient:
             now_true="what it held is free; peers find out by their broken connections",
             next_step="open a new endpoint; look for what killed the process",
         )
+
+
+def _next_reply(stream: io.BufferedReader) -> Reply | None:
+    header = stream.read(FRAME.size)
+    if len(header) < FRAME.size:
+        return None
+    (nbytes,) = FRAME.unpack(header)
+    body = stream.read(nbytes)
+    return None if len(body) < nbytes else _reply_decoder.decode(body)
+
+
+def _encode_config(config: NodeConfig) -> bytes:
+    """The options as they travel; raises InputError for what the node could not read."""
+    try:
+        body = _encoder.encode(config)
+        _config_decoder.decode(body)
+    except (msgspec.ValidationError, TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise InputError(f"endpoint options: {error}") from error
+    return body
 
 
 def _encode(call: Call) -> bytes:

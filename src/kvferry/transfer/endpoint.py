@@ -133,6 +133,8 @@ class Endpoint:
 
     def add_addresses(self, addresses: Sequence[str]) -> None:
         """Listen at these too. Raises InputError, TransportError; those before the bad one stay."""
+        if not addresses:
+            raise InputError("address: needs one to listen at")
         listening = self._client.call(c.ListenCall, CALL_SECONDS, addresses=tuple(addresses))
         self.addresses, self.incarnation = listening.addresses, listening.incarnation
 
@@ -237,12 +239,14 @@ class Endpoint:
         have: HeldPrefix | None = None,
         transport: str = "",
         portions: tuple[Portion, ...] = (),
+        together: bytes = b"",
     ) -> Move:
         """Fetch what a ticket offers into these blocks; ``timeout_seconds`` covers all up to Committed.
 
         ``have`` names the prefix whose KV these blocks hold already (``hold_prefix``): it does not
         move, its blocks are not written, and a full hit moves only the state. Prefill refuses a
-        prefix that it cannot confirm. ``portions``: as in ``push``.
+        prefix that it cannot confirm. ``portions``: as in ``push``;
+        ``together``: the same random bytes for all pulls of a group of ranks, which share blocks.
         """
         opened = read_ticket(ticket)
         arrival = self._client.submit(
@@ -253,6 +257,7 @@ class Endpoint:
             held=have or HeldPrefix(),
             transport=transport,
             portions=portions,
+            together=together,
         )
         limit = timeout_seconds + self._timeouts.abort
         return Move(self._client, opened.transfer, arrival, limit, opened.request_id)
@@ -265,6 +270,7 @@ class Endpoint:
         *,
         lease_seconds: float = 30.0,
         have: HeldPrefix | None = None,
+        together: bytes = b"",
         peer: str = "",
     ) -> bytes:
         """Hold blocks for at most ``tokens`` tokens that prefill will push; returns the ticket for it.
@@ -280,6 +286,7 @@ class Endpoint:
             tables=to_wire(self._by_group(tables).values()),
             lease_seconds=_positive("lease_seconds", lease_seconds),
             held=have or HeldPrefix(),
+            together=together,
             peer=_name(peer),
         )
         return bytes(held.ticket)
@@ -298,6 +305,7 @@ class Endpoint:
         opened = read_ticket(ticket)
         inner = self._client.submit(c.OutcomeCall, transfer=opened.transfer)
         outer: Future[TransferRecord] = Future()
+        outer.set_running_or_notify_cancel()
         gives = (opened.mode is Mode.PULL) == (opened.incarnation == self.incarnation)
         inner.add_done_callback(lambda done: _pass_on(done, outer, opened.request_id, gives))
         return outer
@@ -328,7 +336,9 @@ class Endpoint:
         return stats
 
     def _by_group(self, tables: Tables) -> dict[str, BlockTable]:
-        several = (tables,) if isinstance(tables, BlockTable) else tuple(tables)
+        several = (tables,) if isinstance(tables, BlockTable) else tuple(tables or ())
+        if not all(isinstance(table, BlockTable) for table in several):
+            raise InputError("tables: needs a BlockTable for each group of the pool")
         if len(several) != len(self.pool.layout.groups):
             raise InputError(
                 f"tables: {len(several)} block tables, but the pool has {len(self.pool.layout.groups)} groups"

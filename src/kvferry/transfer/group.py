@@ -8,6 +8,7 @@ by the side that claims, from the layouts in the bundle.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
@@ -136,6 +137,7 @@ class RankGroup:
         """
         self._check_tables(tables_by_rank)
         moves: list[tuple[Pair, Move]] = []
+        together = secrets.token_bytes(8)
         for pair, portions in self._claimed(read_bundle(bundle), Mode.PULL):
             try:
                 move = pair.endpoint.pull(
@@ -145,6 +147,7 @@ class RankGroup:
                     have=have,
                     transport=transport,
                     portions=portions,
+                    together=together,
                 )
             except KVFerryError as error:
                 GroupMove(self.layouts, moves).abort(failed := named([(pair, error)]))
@@ -164,11 +167,13 @@ class RankGroup:
     ) -> bytes:
         """Hold the blocks of all ranks for what ``claims`` ranks of prefill push; returns its bundle."""
 
+        together = secrets.token_bytes(8)
+
         def hold(rank: int, claim: int, first: bytes) -> bytes:
             del claim, first
             tables = tables_by_rank[rank]
             return self._endpoints[rank].reserve(
-                request_id, tokens, tables, lease_seconds=lease_seconds, have=have
+                request_id, tokens, tables, lease_seconds=lease_seconds, have=have, together=together
             )
 
         return self._hold(hold, tables_by_rank, claims, Mode.PUSH)
@@ -208,6 +213,9 @@ class RankGroup:
             except KVFerryError as error:
                 give_up([*self._pairs_of(tickets, mode)], failed := named([(f"rank {rank}", error)]))
                 raise failed from error
+            except BaseException:  # Ctrl-C, or a fault of the caller's: what was held is given back
+                give_up([*self._pairs_of(tickets, mode)], "the call that held it did not end")
+                raise
         return seal_bundle(self._packed_layouts, tickets)
 
     def _pairs_of(self, tickets: Sequence[Sequence[bytes]], mode: Mode) -> Iterator[Pair]:

@@ -144,6 +144,8 @@ def encode_for(
     """
     if state is None:
         return b""
+    if not isinstance(state, ExecutionState):
+        raise InputError(f"state: a {type(state).__name__} is not an ExecutionState")
     for blocks in state.blocks:
         table = lent.get(blocks.group)
         if table is None:

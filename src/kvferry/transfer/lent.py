@@ -1,11 +1,12 @@
 """Blocks of this pool that transfers are about to write: each is of one request.
 
 An engine that lends a block twice would get a payload that passed every check and was overwritten
-after it. The ranks of one request may share blocks: each writes its own heads.
+after it. Transfers of one group of ranks (``together``) may share blocks: each writes its own heads.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,51 +27,74 @@ class LentBlocks:
     def __init__(self, layout: PoolLayout) -> None:
         self._groups = layout.groups
         self._writers = [np.zeros(group.num_blocks, np.uint16) for group in layout.groups]
-        self._lent: dict[bytes, tuple[str, list[NDArray[np.int64]]]] = {}
+        self._holders = [np.zeros(group.num_blocks, np.uint16) for group in layout.groups]
+        self._lent: dict[bytes, _Loan] = {}
 
     def lend(self, session: Session) -> None:
-        """Note what a transfer to this side writes.
+        """Note what a transfer to this side writes, and which blocks of a held prefix it relies on.
 
-        Raises LocalError, and notes nothing, when a block of it is lent for another request.
+        Raises LocalError, and notes nothing, when a block that it writes is another's, or when one
+        that it holds is being written.
         """
-        blocks = [
-            _written(group, table.first_block, np.asarray(table.ids, np.int64), session.held.tokens)
+        parts = [
+            _parts(group, table.first_block, np.asarray(table.ids, np.int64), session.held.tokens)
             for group, table in zip(self._groups, session.tables, strict=True)
         ]
-        for index, (writers, ids) in enumerate(zip(self._writers, blocks, strict=True)):
-            if writers[ids].any():
-                self._check(index, ids, session.request_id)
-        for writers, ids in zip(self._writers, blocks, strict=True):
-            writers[ids] += 1
-        self._lent[session.transfer] = (session.request_id, blocks)
+        loan = _Loan(session.request_id, session.together, *(list(part) for part in zip(*parts, strict=True)))
+        for group, (written, held) in enumerate(parts):
+            if self._writers[group][written].any() or self._holders[group][written].any():
+                self._check(loan, group, written, held_too=True)
+            if self._writers[group][held].any():
+                self._check(loan, group, held, held_too=False)
+        self._count(loan, 1)
+        self._lent[session.transfer] = loan
 
     def give_back(self, transfer: bytes) -> None:
         """The transfer writes no more; nothing happens if it never did, or gave back before."""
-        _, blocks = self._lent.pop(transfer, ("", []))
-        for writers, ids in zip(self._writers, blocks, strict=False):
-            writers[ids] -= 1
+        loan = self._lent.pop(transfer, None)
+        if loan is not None:
+            self._count(loan, -1)
 
-    def _check(self, group: int, ids: NDArray[np.int64], request_id: str) -> None:
-        for other, blocks in self._lent.values():
-            shared = np.intersect1d(ids, blocks[group])
-            if other != request_id and len(shared):
+    def _count(self, loan: _Loan, by: int) -> None:
+        for counts, blocks in ((self._writers, loan.written), (self._holders, loan.held)):
+            for count, ids in zip(counts, blocks, strict=True):
+                count[ids] += np.int16(by).astype(np.uint16)  # wraps: -1 is 65,535
+
+    def _check(self, loan: _Loan, group: int, ids: NDArray[np.int64], *, held_too: bool) -> None:
+        for other in self._lent.values():
+            if loan.together and other.together == loan.together:
+                continue
+            used = np.union1d(other.written[group], other.held[group]) if held_too else other.written[group]
+            shared = np.intersect1d(ids, used)
+            if len(shared):
                 raise LocalError(
                     f"tables: block {int(shared[0])} of group {self._groups[group].name!r} is lent "
-                    f"for request {other} already",
-                    request_id=request_id,
+                    f"for request {other.request_id} already",
+                    request_id=loan.request_id,
                     now_true="nothing moved; the blocks are the caller's",
-                    next_step="allocate blocks of its own to each request; lend none before its outcome",
+                    next_step="allocate blocks of its own to each transfer; lend none before its outcome",
                 )
 
 
-def _written(
+@dataclass(frozen=True, slots=True)
+class _Loan:
+    """``together``: the same for transfers that bring parts of one request by turns; empty for none."""
+
+    request_id: str
+    together: bytes
+    written: list[NDArray[np.int64]]
+    held: list[NDArray[np.int64]]
+
+
+def _parts(
     group: GroupLayout, first_block: int, ids: NDArray[np.int64], held_tokens: int
-) -> NDArray[np.int64]:
-    """Blocks of a table that are written: all but those of a held prefix, where the group keeps every token.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Blocks of a table that are written, and those of a held prefix (of groups that keep every token).
 
     What a table names beyond the pool is no block: if it is needed, the plan refuses the table.
     """
     ids = ids[(ids >= 0) & (ids < group.num_blocks)]
     if group.block_size is None or group.window is not None or group.kind is LayerKind.CROSS:
-        return ids
-    return ids[max(0, held_tokens // group.block_size - first_block) :]
+        return ids, ids[:0]
+    border = max(0, held_tokens // group.block_size - first_block)
+    return ids[border:], ids[:border]

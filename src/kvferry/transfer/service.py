@@ -97,6 +97,7 @@ class Service:
             lease,
             lease,
             held=call.held if isinstance(call, c.ReserveCall) else HeldPrefix(),
+            together=call.together if isinstance(call, c.ReserveCall) else b"",
             for_peer=call.peer,
         )
         return self._node.ledger.take_in(session)
@@ -155,6 +156,7 @@ class Service:
             deadline,
             ticket=call.ticket,
             held=call.held if isinstance(call, c.PullCall) else HeldPrefix(),
+            together=call.together if isinstance(call, c.PullCall) else b"",
             peer=peer,
             handshake_seconds=time.monotonic() - started,
             portions=call.portions,

@@ -77,6 +77,7 @@ class Session:
     held_tokens: int = 0
     prompt_ids: bytes = b""
     portions: tuple[m.Portion, ...] = ()
+    together: bytes = b""
     for_peer: str = ""
     peer_tokens: int = 0
     peer: Peer | None = None
