@@ -26,6 +26,7 @@ from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.ticket import Mode, read_ticket
 from kvferry.state import ExecutionState, Requirements, pack_ids
 from kvferry.transfer import calls as c
+from kvferry.transfer.arguments import given, name_of, positive
 from kvferry.transfer.choosing import measured_seconds
 from kvferry.transfer.client import NodeClient, Observer
 from kvferry.transfer.handles import CALL_SECONDS, Move, Push, cancel, encode_for
@@ -37,8 +38,6 @@ from kvferry.transport.security import Identity, Plain, Security
 __all__ = ["Endpoint", "Move", "Push"]
 
 Tables = BlockTable | Sequence[BlockTable]
-_MAX_REQUEST_ID = 256
-_MAX_SECONDS = 7 * 24 * 3600
 
 
 class Endpoint:
@@ -148,7 +147,7 @@ class Endpoint:
             c.MeetCall,
             timeout_seconds,
             address=address,
-            timeout_seconds=_positive("timeout_seconds", timeout_seconds),
+            timeout_seconds=positive("timeout_seconds", timeout_seconds),
         )
 
     # Prefill.
@@ -179,13 +178,13 @@ class Endpoint:
             c.OfferCall,
             CALL_SECONDS,
             transfer=transfer,
-            request_id=_given(request_id, state and state.request_id, "request_id"),
+            request_id=given(request_id, state and state.request_id, "request_id"),
             state=encoded,
-            tokens=_given(tokens, state and state.kv_tokens, "tokens"),
+            tokens=given(tokens, state and state.kv_tokens, "tokens"),
             tables=to_wire(lent.values()),
-            lease_seconds=_positive("lease_seconds", lease_seconds),
+            lease_seconds=positive("lease_seconds", lease_seconds),
             like=read_ticket(like).transfer if like else b"",
-            peer=_name(peer),
+            peer=name_of(peer),
         )
         return bytes(held.ticket)
 
@@ -209,7 +208,7 @@ class Endpoint:
         ``portions``: what of the pair moves, where other ranks bring the rest (``RankGroup``).
         """
         transfer = read_ticket(ticket).transfer
-        covered = _given(tokens, state and state.kv_tokens, "tokens")
+        covered = given(tokens, state and state.kv_tokens, "tokens")
         lent = self._by_group(tables)
         encoded = encode_for(state, transfer, timeout_seconds, lent)
         self._client.call(
@@ -218,7 +217,7 @@ class Endpoint:
             ticket=bytes(ticket),
             tables=to_wire(lent.values()),
             tokens=covered,
-            timeout_seconds=_positive("timeout_seconds", timeout_seconds),
+            timeout_seconds=positive("timeout_seconds", timeout_seconds),
             state=encoded,
             prompt_ids=b"" if prompt_ids is None else pack_ids(prompt_ids),
             transport=transport,
@@ -253,7 +252,7 @@ class Endpoint:
             c.PullCall,
             ticket=bytes(ticket),
             tables=to_wire(self._by_group(tables).values()),
-            timeout_seconds=_positive("timeout_seconds", timeout_seconds),
+            timeout_seconds=positive("timeout_seconds", timeout_seconds),
             held=have or HeldPrefix(),
             transport=transport,
             portions=portions,
@@ -281,13 +280,13 @@ class Endpoint:
             c.ReserveCall,
             CALL_SECONDS,
             transfer=secrets.token_bytes(16),
-            request_id=_given(request_id, None, "request_id"),
+            request_id=given(request_id, None, "request_id"),
             tokens=tokens,
             tables=to_wire(self._by_group(tables).values()),
-            lease_seconds=_positive("lease_seconds", lease_seconds),
+            lease_seconds=positive("lease_seconds", lease_seconds),
             held=have or HeldPrefix(),
             together=together,
-            peer=_name(peer),
+            peer=name_of(peer),
         )
         return bytes(held.ticket)
 
@@ -316,7 +315,7 @@ class Endpoint:
             c.RenewCall,
             CALL_SECONDS,
             transfer=read_ticket(ticket).transfer,
-            lease_seconds=_positive("lease_seconds", lease_seconds),
+            lease_seconds=positive("lease_seconds", lease_seconds),
         )
 
     def withdraw(self, ticket: bytes, reason: KVFerryError | str = "withdrawn") -> None:
@@ -356,29 +355,6 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _given(value: Any, from_state: Any, field: str) -> Any:
-    """The argument, or what the state says; a request id has at most 256 characters."""
-    chosen = from_state if value is None else value
-    if chosen is None or chosen == "":
-        raise InputError(f"{field}: needed where there is no state to take it from")
-    if isinstance(chosen, str) and len(chosen) > _MAX_REQUEST_ID:
-        raise InputError(f"{field}: {len(chosen)} characters, more than {_MAX_REQUEST_ID}")
-    return chosen
-
-
-def _positive(field: str, seconds: float) -> float:
-    known = isinstance(seconds, (int, float)) and 0 < seconds < _MAX_SECONDS  # not NaN either
-    if not known:
-        raise InputError(f"{field}: {seconds!r} is not a number of seconds from 0 to {_MAX_SECONDS}")
-    return float(seconds)
-
-
-def _name(peer: str) -> str:
-    if not isinstance(peer, str) or len(peer) > _MAX_REQUEST_ID:
-        raise InputError(f"peer: {peer!r:.80} is no name of at most {_MAX_REQUEST_ID} characters")
-    return peer
 
 
 def _staging(pool: Pool, conversions: Conversions | None, copy_threads: int) -> int:
