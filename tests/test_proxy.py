@@ -157,6 +157,9 @@ def stub(
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            if self.path not in {"/v1/completions", "/v1/chat/completions"}:
+                self.send_error(404)
+                return
             asked_for.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             content = json.dumps(answers[len(asked_for) - 1]).encode()
             never.wait(delay_seconds)
@@ -225,6 +228,67 @@ def test_an_answer_that_is_not_streamed_may_be_silent_for_longer() -> None:
     assert late.status_code == 504
     assert "--answer-seconds" in late.json()["error"]["message"]
     assert len(asked_for) == 2
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_what_decode_refuses_is_a_400_before_a_token_is_out(mode: str) -> None:
+    """Fields that prefill does not see, and a length that only decode's smaller pool cannot hold: for whole
+    answers and streams decode's own 400 comes back, and prefill holds nothing (the lease has 10 minutes)."""
+    long_lease = (*KV[:2], "--lease-seconds", "600", "--chunk-tokens", "64")
+    small = Server(*long_lease, "--pool-tokens", "1024", "--name", "d")
+    with Server(*long_lease, "--name", "p") as prefill, small as decode, contextlib.ExitStack() as stack:
+        ends = ("--prefill", prefill.url, "--decode", decode.url)
+        front = stack.enter_context(proxy(*ends, "--mode", mode))
+        for change, says in (
+            ({"max_tokens": -3}, "max_tokens"),
+            ({"max_tokens": 2000}, "blocks of KV"),
+            ({"min_tokens": 12}, "min_tokens"),
+            ({"stream_options": {"colour": 1}}, "stream_options"),
+        ):
+            for stream in (False, True):
+                answer = front.post(asked(8, stream=stream, **GREEDY) | change)
+                assert answer.status_code == 400, (change, stream, answer.text)
+                assert says in answer.json()["error"]["message"]
+        empty(prefill, decode)
+
+
+def test_what_decode_does_not_take_is_given_back_at_prefill() -> None:
+    """Decode refuses without a look at the ticket: prefill's blocks do not wait for the lease."""
+    patient = Server(*KV[:2], "--lease-seconds", "600", "--name", "p")
+    with patient as prefill, refusing() as url, contextlib.ExitStack() as stack:
+        front = stack.enter_context(proxy("--prefill", prefill.url, "--decode", url))
+        for is_stream in (False, True):
+            answer = front.post(asked(8, stream=is_stream, **GREEDY))
+            assert "not today" in answer.text
+            assert answer.status_code == (200 if is_stream else 422)  # the first token was out
+            empty(prefill)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[str]:
+    """A decode worker's address that answers everything 422, and has no check."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            content = b'{"error": {"message": "not today"}}'
+            self.send_response(404 if self.path.endswith("/check") else 422)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ class Exchange:
         self._body = body
         self._tokens = body.tokens(state.bytes_per_token)
         self._said: dict[str, str] = {}
+        self._giver: Worker | None = None
 
     async def answer(self) -> Answer | Events:
         """Hand over, or have one worker do it all. Raises RefusedError, WorkerFailedError."""
@@ -73,6 +74,10 @@ class Exchange:
         return await self._alone(f"no handoff came about: {last}", without=tried)
 
     async def _over(self, pair: Pair) -> Answer | Events:
+        # Decode judges the body first: its 400 comes before a token is out, and before anything is held.
+        # Not beside the prefill: an answer of prefill that nobody reads would hold blocks for its lease.
+        judged = self._body.for_decode(None)
+        await self._state.upstream.check(pair.decode, self._path, judged, self._headers)
         given = await self._prefill(pair)
         if given.params is None:
             if finish_of(given.answer) != "length":  # it ended with its first token: that is all of it
@@ -81,8 +86,21 @@ class Exchange:
                 return self._whole(given.answer)
             return await self._alone(given.reason)
         self._note(pair.prefill, pair.decode, "handoff", "prefill" if given.is_emitted else given.reason)
+        self._giver = pair.prefill
+        try:
+            return await self._decode(pair, given, given.params)
+        except BaseException:
+            self._release(given.params)
+            raise
+
+    def _release(self, params: dict[str, Any]) -> None:
+        """Decode did not take what prefill offers: it need not be held until its lease ends."""
+        if self._giver is not None and self._options.mode == "pull":
+            self._state.upstream.release(self._giver, params, self._headers)
+
+    async def _decode(self, pair: Pair, given: _Given, params: dict[str, Any]) -> Answer | Events:
         if not self._body.stream:
-            fields = self._body.for_decode(given.params)
+            fields = self._body.for_decode(params)
             with pair.decode.busy(self._tokens):
                 then = await self._whole_of(pair.decode, fields)
             self._state.count("handoffs")
@@ -91,11 +109,11 @@ class Exchange:
         if given.is_emitted:
             # The token goes out now; decode is asked while the client reads it.
             first = writer.first(given.answer)
-            return Events(self._stream(writer, pair.decode, given.params, first=first), self._said)
+            return Events(self._stream(writer, pair.decode, params, first=first), self._said)
         stack = contextlib.AsyncExitStack()
-        events = await self._open(stack, pair.decode, self._body.for_decode(given.params))
+        events = await self._open(stack, pair.decode, self._body.for_decode(params))
         opened = (events, stack)
-        return Events(self._stream(writer, pair.decode, given.params, opened=opened), self._said, stack)
+        return Events(self._stream(writer, pair.decode, params, opened=opened), self._said, stack)
 
     async def _prefill(self, pair: Pair) -> _Given:
         params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -192,6 +210,8 @@ class Exchange:
                         if (written := writer.next(event)) is not None:
                             yield written
                 except (WorkerFailedError, RefusedError) as error:
+                    if params is not None:
+                        self._release(params)
                     if isinstance(error, WorkerFailedError):
                         self._state.workers.failed(worker)
                     if upstream.is_ending or not may_restart or not self._may_repeat(writer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
@@ -61,6 +62,7 @@ class Upstream:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), trust_env=False
         )
         self._open: set[httpx.Response] = set()
+        self._releases: set[asyncio.Task[None]] = set()
         self.is_ending = False
 
     async def end(self) -> None:
@@ -70,7 +72,45 @@ class Upstream:
             await answer.aclose()
 
     async def close(self) -> None:
+        await asyncio.gather(*self._releases)
         await self._client.aclose()
+
+    async def check(
+        self, worker: Worker, path: str, fields: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> None:
+        """Ask whether the worker would begin with this body. Raises RefusedError with its 400.
+
+        A worker of another kind has no such route, and one that fails now is found out when it is asked
+        in earnest: then nothing is known, and nothing raised.
+        """
+        if not worker.has_check:
+            return
+        try:
+            await self.ask(worker, f"{path}/check", fields, headers, self._options.connect_seconds)
+        except RefusedError as error:
+            if error.status == 400:
+                raise
+            worker.has_check = error.status not in {404, 405}
+        except WorkerFailedError:
+            return
+
+    def release(self, worker: Worker, params: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+        """Tell prefill, beside all else, that nobody will fetch its offer; a decode that has it keeps it.
+
+        A worker that does not hear it, or has no such route, frees it when the lease ends.
+        """
+        ticket = params.get("kvferry_ticket")
+        if not isinstance(ticket, str) or self.is_ending:
+            return
+
+        async def tell() -> None:
+            with contextlib.suppress(WorkerFailedError, RefusedError):
+                fields, seconds = {"kvferry_ticket": ticket}, self._options.connect_seconds
+                await self.ask(worker, "/v1/kvferry/withdraw", fields, headers, seconds)
+
+        task = asyncio.create_task(tell())
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
 
     async def whole(
         self, worker: Worker, path: str, fields: Mapping[str, Any], headers: Mapping[str, str]

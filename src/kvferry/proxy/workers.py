@@ -22,7 +22,8 @@ _STEP_SECONDS = 1e-3
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. ``tokens``: of prompts under way; ``requests``: under way."""
+    """One worker. ``tokens``: of prompts under way; ``requests``: under way; ``has_check``: whether it may
+    have the route that judges a body without beginning it."""
 
     place: Place
     requests: int = 0
@@ -31,6 +32,7 @@ class Worker:
     failed_until: float = 0.0
     answered: int = 0
     failed: int = 0
+    has_check: bool = True
 
     @contextlib.contextmanager
     def busy(self, tokens: int) -> Iterator[None]:

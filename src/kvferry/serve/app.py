@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.engines.reference import Model, ReferenceEngine
 from kvferry.errors import CapacityError, InputError, KVFerryError
-from kvferry.serve.ask import Ask, read_chat, read_completion
+from kvferry.serve.ask import Ask, read_chat, read_completion, read_withdrawal
 from kvferry.serve.batcher import Batcher
 from kvferry.serve.http import DONE, bounded_body, json_response, sse, until_gone
 from kvferry.serve.job import Event, Failed, Handed, Job, Token
@@ -34,10 +34,11 @@ def make_app(
     options: ServeOptions,
     *,
     has_peers: bool,
+    withdraw: Callable[[bytes], None],
     close: Callable[[], None],
 ) -> Starlette:
-    """The application; ``close`` is called when it ends."""
-    server = _Server(engine, batcher, options, has_peers=has_peers)
+    """The application; ``withdraw`` takes an offer back, ``close`` is called when it ends."""
+    server = _Server(engine, batcher, options, has_peers=has_peers, withdraw=withdraw)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -51,6 +52,9 @@ def make_app(
         routes=[
             Route("/v1/completions", server.completions, methods=["POST"]),
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
+            Route("/v1/completions/check", server.check_completion, methods=["POST"]),
+            Route("/v1/chat/completions/check", server.check_chat, methods=["POST"]),
+            Route("/v1/kvferry/withdraw", server.withdraw, methods=["POST"]),
             Route("/v1/models", server.models),
             Route("/health", server.health),
         ],
@@ -60,13 +64,20 @@ def make_app(
 
 class _Server:
     def __init__(
-        self, engine: ReferenceEngine, batcher: Batcher, options: ServeOptions, *, has_peers: bool
+        self,
+        engine: ReferenceEngine,
+        batcher: Batcher,
+        options: ServeOptions,
+        *,
+        has_peers: bool,
+        withdraw: Callable[[bytes], None],
     ) -> None:
         self._model = engine.model
         self._blocks_for = engine.pool.blocks_for
         self._batcher = batcher
         self._options = options
         self._has_peers = has_peers
+        self._withdraw = withdraw
 
     async def health(self, _: Request) -> Response:
         """200 and what is in the server now; 500 when the engine has ended."""
@@ -86,6 +97,30 @@ class _Server:
 
     async def chat(self, request: Request) -> Response:
         return await self._serve(request, read_chat)
+
+    async def check_completion(self, request: Request) -> Response:
+        return await self._judge(request, read_completion)
+
+    async def check_chat(self, request: Request) -> Response:
+        return await self._judge(request, read_chat)
+
+    async def withdraw(self, request: Request) -> Response:
+        """Take an offer back that nobody will fetch; one that decode has taken up goes on."""
+        try:
+            self._withdraw(read_withdrawal(await bounded_body(request)))
+        except KVFerryError as error:
+            return _error(error)
+        return json_response({})
+
+    async def _judge(self, request: Request, read: Callable[[bytes, Model], Ask]) -> Response:
+        """200 where this server would begin with such a body, 400 as it would answer; nothing is begun."""
+        try:
+            ask = await asyncio.to_thread(read, await bounded_body(request), self._model)
+            self._check(ask)
+            self._batcher.check(self._job(ask))
+        except KVFerryError as error:
+            return _error(error)
+        return json_response({})
 
     async def _serve(self, request: Request, read: Callable[[bytes, Model], Ask]) -> Response:
         try:

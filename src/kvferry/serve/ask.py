@@ -19,7 +19,7 @@ from kvferry.protocol.ticket import Ticket, read_ticket
 from kvferry.serve.limit import asked_tokens
 from kvferry.state import Limits, LogitBias, SamplingParameters
 
-__all__ = ["Ask", "Handoff", "read_chat", "read_completion"]
+__all__ = ["Ask", "Handoff", "read_chat", "read_completion", "read_withdrawal"]
 
 CHAT_TOKENS = 256
 COMPLETION_TOKENS = 16
@@ -251,6 +251,17 @@ def _handoff(given: dict[str, Any]) -> Handoff | None:
     if ticket is None:
         raise InputError("kv_transfer_params.kvferry_ticket: missing; pass on what prefill answered")
     return Handoff("decode", ticket, says)
+
+
+class _Withdrawal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kvferry_ticket: str
+
+
+def read_withdrawal(body: bytes) -> bytes:
+    """The body of /v1/kvferry/withdraw: the ticket. Raises InputError."""
+    ticket, _ = _ticket(_decode(body, _Withdrawal).kvferry_ticket)
+    assert ticket is not None
+    return ticket
 
 
 def _ticket(text: object) -> tuple[bytes | None, Ticket | None]:

@@ -59,11 +59,7 @@ class Batcher:
 
     def submit(self, job: Job) -> None:
         """Take a job. Raises CapacityError when too many wait, InputError when it can never fit."""
-        total = self._engine.pool.group.num_blocks
-        if job.num_blocks > total:
-            raise InputError(
-                f"max_tokens: the request needs {job.num_blocks} blocks of KV, the whole pool has {total}"
-            )
+        self.check(job)
         with self._lock:
             if self.failure is not None or self._closing:
                 raise self.failure or LocalError("the server is ending")
@@ -74,6 +70,14 @@ class Batcher:
                 )
             self._num_waiting += 1
             self._commands.put(lambda: self._waiting.append(job))
+
+    def check(self, job: Job) -> None:
+        """Raises InputError for a job that can never fit."""
+        total = self._engine.pool.group.num_blocks
+        if job.num_blocks > total:
+            raise InputError(
+                f"max_tokens: the request needs {job.num_blocks} blocks of KV, the whole pool has {total}"
+            )
 
     def cancel(self, job: Job) -> None:
         """The client is gone; what the job holds is freed."""

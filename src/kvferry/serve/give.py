@@ -104,6 +104,11 @@ class Giving:
         if (ticket := self._offers.get(job)) is not None:
             self._roles.endpoint.cancel(ticket, "the client went away", unclaimed_only=True)
 
+    def withdraw(self, ticket: bytes) -> None:
+        """Whoever has the ticket says that nobody will fetch it: take that offer back, as above."""
+        if ticket in self._offers.values():
+            self._roles.endpoint.cancel(ticket, "its caller gave it up", unclaimed_only=True)
+
     def close(self) -> None:
         """The engine's thread has ended: no push gets another part."""
         for pusher in self._pushes.values():

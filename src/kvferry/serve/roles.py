@@ -68,6 +68,10 @@ class Roles:
         """Its answer was never read: what it offers will not be fetched."""
         self._giving.nobody_asks(job)
 
+    def withdraw(self, ticket: bytes) -> None:
+        """The same for whoever has the ticket; from any thread."""
+        self.batcher.call(lambda: self._giving.withdraw(ticket))
+
     def close(self) -> None:
         """After the engine's thread has ended."""
         self._giving.close()

@@ -68,7 +68,13 @@ def run_server(options: ServeOptions, on_ready: Callable[[Serving], None]) -> No
                 if roles is not None:
                     roles.close()
 
-            app = app_of(engine, batcher, options, has_peers=roles is not None, close=close)
+            def withdraw(ticket: bytes) -> None:
+                if roles is not None:
+                    roles.withdraw(ticket)
+
+            app = app_of(
+                engine, batcher, options, has_peers=roles is not None, withdraw=withdraw, close=close
+            )
             serving = Serving(
                 url=url,
                 model=model.name,
