@@ -122,7 +122,13 @@ def test_break_even_is_checks_own_answer() -> None:
         assert list(column) == sorted(column, key=lambda verdict: verdict is Verdict.HOLDS)
     way = msgspec.structs.replace(asked.way, link=load_links("ib-ndr400").select())
     unmeasured = break_even(msgspec.structs.replace(asked, way=way))
-    assert {verdict for row in unmeasured.verdicts for verdict in row} == {Verdict.UNKNOWN}
+    assert {verdict for row in unmeasured.verdicts for verdict in row} <= {
+        Verdict.UNKNOWN,
+        Verdict.DOES_NOT_HOLD,
+    }
+    assert (
+        unmeasured.verdicts[-1][0] is Verdict.UNKNOWN
+    )  # no promise; what is too long without the link is no
 
 
 @pytest.mark.parametrize(

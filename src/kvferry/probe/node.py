@@ -31,6 +31,8 @@ __all__ = ["TIMEOUTS", "Copied", "ProbeNode"]
 TIMEOUTS = Timeouts(handshake=10.0, heartbeat=0.5, lost=5.0)
 REQUEST = "probe-"
 _names = itertools.count()
+# Copies of a probe go into the same blocks, one after the other; the next is held before the last has ended.
+_TOGETHER = b"probe"
 
 
 class Copied(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +131,9 @@ class ProbeNode:
                         None, tables, tokens=TOKENS, request_id=name, lease_seconds=seconds, like=like
                     )
                 else:
-                    ticket = self.endpoint.reserve(name, TOKENS, tables, lease_seconds=seconds)
+                    ticket = self.endpoint.reserve(
+                        name, TOKENS, tables, lease_seconds=seconds, together=_TOGETHER
+                    )
                 tickets.append(ticket)
         except KVFerryError:
             self.withdraw(tickets)
@@ -162,7 +166,11 @@ class ProbeNode:
         """One copy, up to started; decode's record."""
         _check_ticket(ticket)
         move = self.endpoint.pull(
-            ticket, self.room.tables(payload, slot), timeout_seconds=seconds, transport=transport
+            ticket,
+            self.room.tables(payload, slot),
+            timeout_seconds=seconds,
+            transport=transport,
+            together=_TOGETHER,
         )
         return finish(move)
 
