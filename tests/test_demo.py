@@ -354,7 +354,7 @@ def test_an_interrupt_is_one_line_and_leaves_nothing() -> None:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     this = psutil.Process(demo.pid)
-    wait_until(lambda: bool(this.children()), 60)
+    wait_until(lambda: sum("kvferry.demo.worker" in child.cmdline() for child in this.children()) == 2, 60)
     family = this.children(recursive=True)
     os.killpg(demo.pid, signal.SIGINT)
     out, err = demo.communicate(timeout=60)
