@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -308,8 +306,12 @@ class Transfers(RuleBasedStateMachine):
                 side.on_loop(lambda node, story=story: _expire(node, story.transfer))  # type: ignore[misc]
 
     def claim_again(self, story: Story) -> None:
-        """A ticket that was used is refused, nothing is held for it, and its transfer does not notice."""
-        if story.mode is Mode.PULL and story.is_claimed and self.decode.free:
+        """A ticket that was used is refused, nothing is held for it, and its transfer does not notice.
+
+        Not where something struck the story: its first claim may have been lost on the way, and then
+        the ticket is good still.
+        """
+        if story.mode is Mode.PULL and story.is_claimed and self.decode.free and not story.is_struck:
             again = self.decode.endpoint.pull(story.ticket, BlockTable(0, self.decode.free))
             wait_until(again.arrival.done, SECONDS)
             assert isinstance(again.arrival.exception(), KVFerryError)
@@ -461,7 +463,4 @@ def _grants_without_session(node: Node) -> set[bytes]:
 
 
 Transfers.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
-TestTransfers = pytest.mark.skipif(
-    "KVFERRY_MODEL" not in os.environ,
-    reason="one run in some found a block written outside its loan, or the model does; being looked into",
-)(Transfers.TestCase)
+TestTransfers = Transfers.TestCase
