@@ -98,7 +98,7 @@ def test_a_peer_is_tried_by_every_transport(
     monkeypatch.setattr(registry, "entry_points", lambda **_group: [*known, pigeon])
     assert run(["doctor", agent.address, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    peer = told["peer"]
+    (peer,) = told["peers"]
     assert peer["name"] == "there"
     assert peer["would_use"] == "shm"
     states = {state["scheme"]: state for state in peer["transports"]}

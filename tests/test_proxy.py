@@ -8,6 +8,7 @@ import shlex
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -348,6 +349,36 @@ def test_all_prefill_workers_gone_by_policy(workers: tuple[Server, Server]) -> N
         assert failed.status_code == 502
         assert "cannot be reached" in failed.json()["error"]["message"]
     decode.wait_empty()
+
+
+def test_workers_of_a_file_come_and_go_without_a_restart(
+    workers: tuple[Server, Server], tmp_path: Path
+) -> None:
+    """Written anew, the list counts; one that makes no sense changes nothing, and /health says why."""
+    prefill, decode = workers
+    listed = tmp_path / "decode"
+
+    def become(content: str) -> None:
+        (tmp_path / "new").write_text(content)
+        (tmp_path / "new").replace(listed)  # as whoever keeps such a file does: never half a list
+
+    become(f"gone={NOBODY}\n")
+    with proxy("--prefill", f"p={prefill.url}", "--decode", f"@{listed}", "--retries", "0") as front:
+        assert front.post(asked(5)).status_code == 502
+        become(f"# rack 2\nd={decode.url}\n")
+        wait_until(lambda: [each["name"] for each in front.health()["decode"]] == ["d"])
+        assert front.complete(asked(5, **GREEDY)) | {"id": "", "created": 0} == decode.complete(
+            asked(5, **GREEDY)
+        ) | {"id": "", "created": 0}
+        become("d:80\n")
+        wait_until(lambda: "decode: 'd:80'" in front.health()["problem"])
+        become("# nobody\n")
+        wait_until(lambda: "decode: give one URL or more" in front.health()["problem"])
+        assert front.post(asked(5)).status_code == 200
+        become(f"d={decode.url}\n")
+        wait_until(lambda: front.health()["problem"] == "")
+        assert front.said.count("as before, because of") == 2
+    empty(*workers)
 
 
 def test_a_decode_worker_that_dies_in_the_middle(workers: tuple[Server, Server]) -> None:

@@ -52,7 +52,8 @@ def agent(
     authority
         The certificate that its peers' must lead to. Default: ca.pem beside --cert.
     peers
-        Names that its peers' certificates must carry, with * for any letters; repeatable.
+        Names that its peers' certificates must carry, with * for any letters; repeatable. @FILE: the
+        names in a file, one a line, read again for each new connection.
     plain
         Where a probe may send in plain. Default: on loopback, and anywhere if --listen says ?plain=yes.
     as_json

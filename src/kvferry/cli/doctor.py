@@ -11,48 +11,54 @@ from cyclopts import Parameter
 
 from kvferry.cli.identity import identity_of
 from kvferry.cli.streams import printable
+from kvferry.errors import InputError
 
 if TYPE_CHECKING:
-    from kvferry.probe.doctor import Examination, TransportState
+    from kvferry.probe.doctor import Examination, PeerExamination, TransportState
     from kvferry.probe.findings import Finding
 
 __all__ = ["doctor"]
 
 
 def doctor(
-    peer: Annotated[str, Parameter(name="PEER")] = "",
-    /,
-    *,
+    *peers: Annotated[str, Parameter(name="PEER")],
     cert: Path | None = None,
     authority: Path | None = None,
+    peer_name: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Say which transports work here, which would be used for a peer, why the others are not, and the fixes.
 
-    Without PEER this node alone. Exit status: 1 where no transport works with the peer.
+    Without PEER this node alone. Exit status: 1 where a peer is not there, or no transport works with it.
 
     Parameters
     ----------
-    peer
-        The address of an agent (`kvferry agent`): every transport is tried with it by a small handoff.
+    peers
+        Agents (`kvferry agent`), as `kvferry probe` takes them: every transport is tried with each by a
+        small handoff.
     cert
         This side's certificate and key, where the agent's address is encrypted (see `kvferry certs`).
     authority
         The certificate that the agent's must lead to. Default: ca.pem beside --cert.
+    peer_name
+        A name, * for any letters, that the agent's certificate must carry; repeatable. Default: its host.
     as_json
         Print one JSON object.
     """
     import msgspec
 
     from kvferry.probe.doctor import examine
+    from kvferry.transport.peers import find_peers
 
-    address = f"tcp://{peer}" if peer and "://" not in peer else peer
-    found = asyncio.run(examine(address, tls=identity_of(cert, authority)))
+    addresses = [peer if "://" in peer else f"tcp://{peer}" for peer in find_peers(peers, "peers")]
+    if peers and not addresses:
+        raise InputError("peers: the list is empty")
+    found = asyncio.run(examine(addresses, tls=identity_of(cert, authority, peer_name)))
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
         _show(found)
-    return 1 if found.peer is not None and not found.peer.would_use else 0
+    return 1 if found.unreachable or any(not peer.would_use for peer in found.peers) else 0
 
 
 def _show(found: Examination) -> None:
@@ -60,9 +66,13 @@ def _show(found: Examination) -> None:
     print("  " + _facts(found.facts, _SHOWN))
     _show_transports(found.transports, "")
     _show_findings(found.findings)
-    peer = found.peer
-    if peer is None:
-        return
+    for peer in found.peers:
+        _show_peer(peer)
+    for address, why in found.unreachable.items():
+        print(f"\n{address}: not reached: {printable(why)}")
+
+
+def _show_peer(peer: PeerExamination) -> None:
     sealed = "encrypted" if peer.encrypted else "in plain"
     who = f"{printable(peer.name)} at {peer.address} on {printable(peer.host)}"
     print(f"\n{who}, {sealed}: {_facts(peer.software)}")

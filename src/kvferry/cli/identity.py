@@ -17,7 +17,7 @@ def identity_of(cert: Path | None, authority: Path | None, peers: tuple[str, ...
     """An identity of files, read now; None without ``--cert``. Raises InputError that names the file."""
     if cert is None:
         if authority is not None or peers:
-            raise InputError("cert: needed with --authority or --peers: who is this side?")
+            raise InputError("cert: needed with --authority and the names of peers: who is this side?")
         return None
     from kvferry.transport.security import Identity
 

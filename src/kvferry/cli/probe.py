@@ -71,6 +71,8 @@ class ProbeFlags:
     "This side's certificate and key, to reach agents by encrypted addresses (see `kvferry certs`)."
     authority: Path | None = None
     "The certificate that the agents' must lead to. Default: ca.pem beside --cert."
+    peer_name: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    "A name, * for any letters, that the agents' certificates must carry; repeatable. Default: their hosts."
     via: str = ""
     "HOST:PORT of a proxy beside each of two nodes that leads to the other: data goes through it."
     line_rate: str | None = None
@@ -103,7 +105,8 @@ def probe(
     Parameters
     ----------
     peers
-        Addresses of agents, two or more: tcp://HOST:PORT or HOST:PORT.
+        Agents, two or more: tcp://HOST:PORT or HOST:PORT; dns:NAME:PORT for all addresses of a name;
+        @FILE for the entries of a file, one a line.
     out
         Write the link file here, for `kvferry link`, `check` and `plan`.
     as_json
@@ -117,7 +120,7 @@ def probe(
 
     payloads = wanted_payloads(payload)
     plan = _plan(flags, payloads.largest)
-    identity = identity_of(flags.cert, flags.authority)
+    identity = identity_of(flags.cert, flags.authority, flags.peer_name)
     with ProbeBar() as bar:
         result, unreachable = asyncio.run(_measure(addresses, plan, identity, bar.on_progress))
     if out is not None and result.links.pairs:
@@ -137,11 +140,14 @@ def _addresses(peers: Sequence[str], flags: ProbeFlags) -> list[str]:
             if given:
                 raise InputError(f"{name}: needs agents, not --loopback")
         return []
-    if len(peers) < 2:
+    from kvferry.transport.peers import find_peers
+
+    addresses = [peer if "://" in peer else f"tcp://{peer}" for peer in find_peers(peers, "peers")]
+    if len(addresses) < 2:
         raise InputError(
-            "peers: give the addresses of two agents or more (`kvferry agent` on each node), or --loopback"
+            f"peers: {len(addresses)} found; give the addresses of two agents or more (`kvferry agent` on "
+            "each node), or --loopback"
         )
-    addresses = [peer if "://" in peer else f"tcp://{peer}" for peer in peers]
     twice = [address for address in addresses if addresses.count(address) > 1]
     if twice:
         raise InputError(f"peers: {twice[0]} is given twice")

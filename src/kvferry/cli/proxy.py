@@ -25,7 +25,7 @@ class ProxyFlags:
     """The workers, and how requests are shared out among them."""
 
     prefill: Annotated[tuple[str, ...], Parameter(consume_multiple=True)]
-    "[NAME=]URL of each prefill worker. NAME is its node in the link file; default: the URL's host."
+    "[NAME=]URL of each prefill worker (NAME: its node in a link file; default: host), dns:NAME:PORT, @FILE."
     decode: Annotated[tuple[str, ...], Parameter(consume_multiple=True)]
     "The same of each decode worker."
     listen: str = "127.0.0.1:8080"
@@ -78,7 +78,8 @@ class ProxyFlags:
         from kvferry.plan.compute_file import ProfileChoice
         from kvferry.plan.payload import PoolFormat
         from kvferry.proxy import ProxyOptions
-        from kvferry.proxy.options import read_place
+        from kvferry.proxy.options import find_places
+        from kvferry.transport.peers import is_watched
 
         profile = None
         if self.profile is not None:
@@ -89,8 +90,10 @@ class ProxyFlags:
             "connect_seconds", "prefill_seconds", "silence_seconds", "answer_seconds", "cooldown_seconds",
         )  # fmt: skip
         return ProxyOptions(
-            prefill=tuple(read_place(text, "prefill") for text in self.prefill),
-            decode=tuple(read_place(text, "decode") for text in self.decode),
+            prefill=find_places(self.prefill, "prefill"),
+            decode=find_places(self.decode, "decode"),
+            prefill_entries=self.prefill if is_watched(self.prefill) else (),
+            decode_entries=self.decode if is_watched(self.decode) else (),
             shape=None if self.model is None else load_shape(self.model),
             pool=PoolFormat(kv_dtype=self.kv_dtype, block_size=self.block_size, tp=self.tp),
             profile=profile,

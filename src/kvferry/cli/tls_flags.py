@@ -26,7 +26,7 @@ class TlsFlags:
     authority: Path | None = None
     "PEM file of the authority that a peer's certificate must lead to. Default: ca.pem beside the identity."
     peer_name: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    "A name, * for any letters, that a peer's certificate must carry; repeatable. Default: the host's name."
+    "A name (* for any letters), or @FILE of such, that a peer's certificate must carry. Default: the host's."
     plain: Literal["never", "loopback", "anywhere"] = "loopback"
     "Where tcp may be plain; off loopback the address has to say ?plain=yes too."
 

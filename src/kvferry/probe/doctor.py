@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import InputError, KVFerryError
 from kvferry.link import Conditions, Mode
 from kvferry.probe import words as w
 from kvferry.probe.facts import host_facts, software, transport_facts
@@ -54,34 +54,45 @@ class PeerExamination(msgspec.Struct, frozen=True):
 
 
 class Examination(msgspec.Struct, frozen=True):
-    """This node, and a peer where one was named."""
+    """This node, and the peers that were named; ``unreachable``: those that could not be asked, and why."""
 
     software: dict[str, str]
     facts: dict[str, str]
     transports: tuple[TransportState, ...]
     findings: tuple[Finding, ...]
-    peer: PeerExamination | None = None
+    peers: tuple[PeerExamination, ...] = ()
+    unreachable: dict[str, str] = {}
 
 
-async def examine(peer: str = "", *, tls: Identity | None = None) -> Examination:
-    """Look at this node; with ``peer``, the address of an agent, try every transport with it.
+async def examine(peers: Sequence[str] = (), *, tls: Identity | None = None) -> Examination:
+    """Look at this node; with ``peers``, addresses of agents, try every transport with each in turn.
 
     A try is a real handoff of 64 KiB over the path of production, its bytes compared.
-    Raises what reaching the peer's agent raised: without its words nothing can be said.
+    Raises InputError for an address without sense; where no peer can be reached, what the last one raised.
     """
-    facts = host_facts(_own_address(peer))
+    facts = host_facts(_own_address(peers[0] if peers else ""))
     here = tuple(
         TransportState(each.scheme, not each.unavailable, each.unavailable) for each in transport_facts()
     )
-    findings = tuple(findings_of(facts))
-    if not peer:
-        return Examination(software(), facts, _in_order(here), findings)
-    site = await AgentSite.connect(peer, tls=tls)
-    try:
-        found = await _examine_peer(site, here, facts, tls)
-    finally:
-        await site.close()
-    return Examination(software(), facts, _in_order(here), findings, found)
+    found: list[PeerExamination] = []
+    unreachable: dict[str, str] = {}
+    for peer in peers:
+        try:
+            site = await AgentSite.connect(peer, tls=tls)
+        except InputError:
+            raise
+        except KVFerryError as error:
+            if len(unreachable) + 1 == len(peers):
+                raise
+            unreachable[peer] = str(error)
+            continue
+        try:
+            found.append(await _examine_peer(site, here, host_facts(_own_address(peer)), tls))
+        finally:
+            await site.close()
+    return Examination(
+        software(), facts, _in_order(here), tuple(findings_of(facts)), tuple(found), unreachable
+    )
 
 
 async def _examine_peer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,24 +15,30 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvferry.errors import InputError
+from kvferry.link import LinkFile
 from kvferry.proxy.answers import Answer, Events, failure
 from kvferry.proxy.body import read_body
 from kvferry.proxy.exchange import Exchange
 from kvferry.proxy.state import ProxyState
 from kvferry.proxy.upstream import RefusedError, WorkerFailedError
+from kvferry.proxy.watch import watch_workers
 from kvferry.serve.http import DONE, bounded_body, json_response, sse, until_gone
 
 __all__ = ["make_app"]
 
 
-def make_app(state: ProxyState) -> Starlette:
-    """The application over one state."""
+def make_app(state: ProxyState, links: LinkFile | None = None) -> Starlette:
+    """The application over one state; ``links``: what its costs were made from."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.ensure_future(watch_workers(state, links))
         try:
             yield
         finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
             await state.upstream.close()
 
     async def completions(request: Request) -> Response:

@@ -11,8 +11,9 @@ from kvferry.model import ModelShape
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.payload import PoolFormat
 from kvferry.serve.options import host_port
+from kvferry.transport.peers import find_peers
 
-__all__ = ["Place", "ProxyOptions", "check_options", "read_place"]
+__all__ = ["Place", "ProxyOptions", "check_options", "find_places", "read_place"]
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -27,6 +28,8 @@ class ProxyOptions(msgspec.Struct, frozen=True):
 
     Args:
         prefill, decode: the workers.
+        prefill_entries, decode_entries: what they were found by (transport.peers), to look again while the
+            proxy runs; empty: they stay as they are.
         listen: ``HOST:PORT``; port 0 takes any free one.
         mode: ``pull``: prefill answers with a ticket; ``push``: decode reserves first.
         first_token: ``prefill``: give prefill's token out at once where that is exact; ``decode``: never.
@@ -46,6 +49,8 @@ class ProxyOptions(msgspec.Struct, frozen=True):
 
     prefill: tuple[Place, ...]
     decode: tuple[Place, ...]
+    prefill_entries: tuple[str, ...] = ()
+    decode_entries: tuple[str, ...] = ()
     listen: str = "127.0.0.1:8080"
     mode: Literal["pull", "push"] = "pull"
     first_token: Literal["prefill", "decode"] = "prefill"  # noqa: S105 - a token of text
@@ -76,6 +81,11 @@ def read_place(text: str, field: str) -> Place:
     host, port = host_port(rest, field)
     shown = f"[{host}]" if ":" in host else host
     return Place(name or host, f"{scheme}://{shown}:{port}")
+
+
+def find_places(entries: tuple[str, ...], field: str) -> tuple[Place, ...]:
+    """The workers that the entries stand for now. Raises InputError naming the option, DeadlineError."""
+    return tuple(read_place(text, field) for text in find_peers(entries, field, scheme="http"))
 
 
 def check_options(options: ProxyOptions) -> ProxyOptions:

@@ -38,7 +38,8 @@ def run_proxy(options: ProxyOptions, on_ready: Callable[[Proxying], None]) -> No
     """
     check_options(options)
     make_app, make_state = _parts()
-    costs = Costs(options, None if options.links is None else load_links(options.links))
+    links = None if options.links is None else load_links(options.links)
+    costs = Costs(options, links)
     with bound_socket(options.listen) as (sock, url):
         thresholds = {}
         if options.links is not None and options.profile is not None:
@@ -55,7 +56,7 @@ def run_proxy(options: ProxyOptions, on_ready: Callable[[Proxying], None]) -> No
             pid=os.getpid(),
         )
         state = make_state(options, costs)
-        run_app(make_app(state), sock, lambda: on_ready(said), state.upstream.end)
+        run_app(make_app(state, links), sock, lambda: on_ready(said), state.upstream.end)
 
 
 def _parts() -> tuple[Any, Any]:

@@ -18,15 +18,24 @@ _NEW_SHARE = 0.05
 
 
 class ProxyState:
-    """Workers, costs, the HTTP client, counts, and how many bytes a token of text has on average."""
+    """Workers, costs, the HTTP client, counts, and how many bytes a token of text has on average.
+
+    ``problem``: why the workers are not those that were last looked for, or "".
+    """
 
     def __init__(self, options: ProxyOptions, costs: Costs) -> None:
         self.options = options
         self.costs = costs
         self.workers = Workers(options, costs)
+        self.problem = ""
         self.upstream = Upstream(options)
         self.bytes_per_token = _FIRST_BYTES_PER_TOKEN
         self._counts: Counter[str] = Counter()
+
+    def replace(self, options: ProxyOptions, costs: Costs) -> None:
+        """Other workers from now on; the rest of the options is what it was."""
+        self.workers.replace(options, costs)
+        self.options, self.costs = options, costs
 
     def count(self, what: str) -> None:
         """One more of these."""
@@ -44,6 +53,7 @@ class ProxyState:
         return {
             "counts": dict(self._counts),
             "bytes_per_token": self.bytes_per_token,
+            "problem": self.problem,
             "prefill": [_said(worker) for worker in self.workers.prefill],
             "decode": [_said(worker) for worker in self.workers.decode],
         }

@@ -65,10 +65,21 @@ class Workers:
     """All of them, and which to take next."""
 
     def __init__(self, options: ProxyOptions, costs: Costs) -> None:
-        self.prefill = [Worker(place) for place in options.prefill]
-        self.decode = [Worker(place) for place in options.decode]
-        self._costs = costs
+        self.prefill: list[Worker] = []
+        self.decode: list[Worker] = []
         self._cooldown_seconds = options.cooldown_seconds
+        self.replace(options, costs)
+
+    def replace(self, options: ProxyOptions, costs: Costs) -> None:
+        """Take these workers from now on; of those that stay all is still known.
+
+        What is under way at one that leaves goes on there.
+        """
+        self._costs = costs
+        for field in ("prefill", "decode"):
+            known = {worker.place: worker for worker in getattr(self, field)}
+            places = getattr(options, field)
+            setattr(self, field, [known.get(place) or Worker(place) for place in places])
 
     def failed(self, worker: Worker) -> None:
         """Leave it out for a while."""

@@ -15,6 +15,7 @@ from typing import Self
 import msgspec
 
 from kvferry.errors import InputError
+from kvferry.transport.peers import read_entries
 
 __all__ = ["HOST_ONLY", "Identity", "Plain", "Security", "names_match"]
 
@@ -42,9 +43,9 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``key`` may be empty where ``certificate`` holds the private key too, which lets a renewal
     replace both at once. ``authority`` holds the certificates that a peer's must lead to.
-    ``peers`` are names, with ``*`` for any letters; a peer's certificate must carry one that
-    matches. Without them a listening side takes every peer of the authority, and a connecting
-    side wants the certificate of the host that it connects to.
+    ``peers`` are names, with ``*`` for any letters, or ``@FILE`` with such names; a peer's
+    certificate must carry one that matches. Without them a listening side takes every peer of
+    the authority, and a connecting side wants the certificate of the host that it connects to.
     """
 
     certificate: str
@@ -71,10 +72,15 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             str(path),
             str(path.with_name("ca.pem") if authority is None else Path(authority).absolute()),
             "" if key is None else str(Path(key).absolute()),
-            tuple(peers),
+            tuple(f"@{Path(name[1:]).absolute()}" if name.startswith("@") else name for name in peers),
         )
         identity.context(server_side=False)
+        identity.names()
         return identity
+
+    def names(self) -> tuple[str, ...]:
+        """What ``peers`` stand for now; files are read. Raises InputError that names the file."""
+        return read_entries(self.peers, "peers")
 
     def context(self, *, server_side: bool) -> ssl.SSLContext:
         """TLS 1.3, this side's certificate shown and the peer's demanded; names are checked elsewhere.

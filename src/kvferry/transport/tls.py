@@ -43,6 +43,7 @@ class TlsStream:
         self._identity = identity
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = identity.context(server_side=host is None)
+        self._wanted = identity.names()
         # With names to check, any host may carry them: workers move between hosts.
         context.check_hostname = host is not None and not identity.peers
         self._ssl = context.wrap_bio(
@@ -74,11 +75,11 @@ class TlsStream:
 
     def check_names(self) -> None:
         """Raise PeerError when the peer's certificate carries no name that this side wants."""
-        wanted = self._identity.peers
-        if wanted and not names_match(self.peer_names, wanted):
+        # A list that has become empty takes nobody.
+        if self._identity.peers and not names_match(self.peer_names, self._wanted):
             raise PeerError(
                 f"the peer's certificate is for {', '.join(self.peer_names) or 'nobody'}, "
-                f"and this side takes {', '.join(wanted)}",
+                f"and this side takes {', '.join(self._wanted) or 'nobody'}",
                 phase="connect",
                 peer=self._peer,
                 now_true="nothing is held",
