@@ -65,8 +65,8 @@ def _break_even(found: Mapping[str, Any]) -> Chart:
     grid = found["break_even"]
     lengths, shares = grid["prompt_tokens"], grid["cached_shares"]
     numbers = [[_VERDICTS.index(verdict) for verdict in row] for row in grid["verdicts"]]
-    steps = [(at / 3, colour) for at, colour in enumerate(_VERDICT_COLOURS)]
-    steps += [((at + 1) / 3, colour) for at, colour in enumerate(_VERDICT_COLOURS)]
+    # Each colour from its third's beginning to its end, so that the legend has three fields and no blends.
+    steps = [[(at + end) / 3, colour] for at, colour in enumerate(_VERDICT_COLOURS) for end in (0, 1)]
     figure = {
         "data": [
             {
@@ -78,7 +78,7 @@ def _break_even(found: Mapping[str, Any]) -> Chart:
                 "zmax": 2,
                 "xgap": 2,
                 "ygap": 2,
-                "colorscale": [list(step) for step in sorted(steps, key=lambda step: step[0])],
+                "colorscale": steps,
                 "colorbar": {"tickvals": [1 / 3, 1, 5 / 3], "ticktext": list(_VERDICTS)},
                 "hovertemplate": "%{x} tokens, %{y} cached<extra></extra>",
             }
