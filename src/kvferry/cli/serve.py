@@ -81,6 +81,8 @@ def serve(
         else:
             kv = f", KV at {' '.join(serving.kv)}" if serving.kv else ""
             print(f"{serving.url} serves {serving.model}{kv}; Ctrl-C ends it")
+            if serving.live:
+                print(f"live page: {serving.live}")
         sys.stdout.flush()
 
     run_server((flags or ServeFlags()).options((tls or TlsFlags()).security()), ready)

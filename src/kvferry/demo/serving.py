@@ -30,13 +30,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Served(msgspec.Struct, frozen=True):
-    """Where everything is, and a command to try it with."""
+    """Where everything is, a command to try it with, and the page of each worker."""
 
     url: str
     prefill: str
     decode: str
     model: str
     curl: str
+    live: tuple[str, ...]
 
 
 def serve_demo(
@@ -69,7 +70,8 @@ def serve_demo(
         url = proxy.ready(ended).get("url", "")
         if ended.is_set():
             return
-        on_ready(Served(url, prefill["url"], decode["url"], decode["model"], _curl(url, options)))
+        live = (prefill["live"], decode["live"])
+        on_ready(Served(url, prefill["url"], decode["url"], decode["model"], _curl(url, options), live))
         while not ended.wait(0.2):
             for child in (*workers, proxy):
                 child.check()

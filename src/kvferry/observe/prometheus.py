@@ -13,8 +13,8 @@ from kvferry.transfer import Ended, Stats
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-    from prometheus_client.core import GaugeMetricFamily
-    from prometheus_client.registry import Collector
+
+    from kvferry.observe.samples import Sample, Samples
 except ImportError as error:
     raise InputError("metrics: needs prometheus-client; pip install 'kvferry[metrics]'") from error
 
@@ -62,38 +62,28 @@ class Metrics:
 
     def watch(self, stats: Callable[[], Stats]) -> None:
         """Show what ``stats`` says at each scrape; usually ``endpoint.stats``."""
-        self.registry.register(_Holds(stats))
+        self.show(lambda: _holds(stats))
+
+    def show(self, read: Callable[[], Iterable[Sample]]) -> None:
+        """Show these numbers too, read at each scrape."""
+        self.registry.register(Samples(read))
 
     def text(self) -> bytes:
         """What a scrape gets, of type CONTENT_TYPE."""
         return generate_latest(self.registry)
 
 
-class _Holds(Collector):
-    def __init__(self, stats: Callable[[], Stats]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        up = GaugeMetricFamily("kvferry_endpoint_up", "1 while the endpoint's node answers.")
-        try:
-            stats = self._stats()
-        except KVFerryError:
-            up.add_metric([], 0)
-            return [up]
-        up.add_metric([], 1)
-        gauges = (
-            ("kvferry_transfers_in_flight", "Transfers under way.", stats.transfers),
-            ("kvferry_leases_held", "Offers and reservations that nobody has claimed.", stats.holds),
-            ("kvferry_copies_in_flight", "Copies that run now.", stats.copies),
-            ("kvferry_peers_connected", "Connections to peers.", stats.peers),
-            ("kvferry_registration_seconds", "What registering the pool took.", stats.registration_seconds),
-        )
-        found = [up]
-        for name, says, value in gauges:
-            gauge = GaugeMetricFamily(name, says)
-            gauge.add_metric([], value)
-            found.append(gauge)
-        return found
-
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        return []  # nothing is asked of the node before the first scrape
+def _holds(stats: Callable[[], Stats]) -> Iterable[Sample]:
+    says = "1 while the endpoint's node answers."
+    try:
+        now = stats()
+    except KVFerryError:
+        return [Sample("kvferry_endpoint_up", says, 0)]
+    return [
+        Sample("kvferry_endpoint_up", says, 1),
+        Sample("kvferry_transfers_in_flight", "Transfers under way.", now.transfers),
+        Sample("kvferry_leases_held", "Offers and reservations that nobody has claimed.", now.holds),
+        Sample("kvferry_copies_in_flight", "Copies that run now.", now.copies),
+        Sample("kvferry_peers_connected", "Connections to peers.", now.peers),
+        Sample("kvferry_registration_seconds", "What registering the pool took.", now.registration_seconds),
+    ]

@@ -7,7 +7,7 @@ from kvferry.probe.payload import Payload, Room, sizes_up_to
 from kvferry.probe.plan import ProbePlan
 from kvferry.probe.run import Failure, ProbeResult, Progress, probe_sites
 from kvferry.probe.site import AgentSite, LocalSite, Site, close_all
-from kvferry.probe.snapshot import AgentSnapshot, PeerRate, ProbeSnapshot
+from kvferry.probe.snapshot import AgentSnapshot, ProbeSnapshot
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
@@ -18,7 +18,6 @@ __all__ = [
     "LocalSite",
     "LoopbackPair",
     "Payload",
-    "PeerRate",
     "ProbePlan",
     "ProbeResult",
     "ProbeSnapshot",

@@ -13,6 +13,7 @@ import logging
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -27,6 +28,7 @@ from kvferry.probe.addresses import check_reachable, data_addresses, plain_of
 from kvferry.probe.facts import host_facts, host_id, software, transport_facts
 from kvferry.probe.snapshot import AgentSnapshot, ProbeSnapshot
 from kvferry.probe.worker import Worker
+from kvferry.transfer import Observer, Stats, Tally
 from kvferry.transport.base import Arrived, CancelToken, Connection, Direction, Listener
 from kvferry.transport.memory import private
 from kvferry.transport.registry import transport_for
@@ -81,6 +83,8 @@ class Agent:
         self._data = data
         self._security = security
         self._process = True
+        self.tally = Tally()
+        self._observers: tuple[Observer, ...] = (self.tally,)
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker: Worker | None = None
@@ -100,6 +104,7 @@ class Agent:
         tls: Identity | None = None,
         plain: Plain | None = None,
         process: bool = True,
+        observers: Sequence[Observer] = (),
     ) -> Agent:
         """Answer coordinators at ``scheme://...`` until ``close``.
 
@@ -112,6 +117,7 @@ class Agent:
             plain: where it may send in plain; by default on loopback, and anywhere if ``address`` says
                 ``?plain=yes``.
             process: run a probe's endpoint in a process of its own, as production does, or in threads.
+            observers: told of each transfer of a probe that ends here, well or not.
 
         Raises InputError, TransportError; nothing is held after either.
         """
@@ -122,6 +128,7 @@ class Agent:
         security = Security(tls, plain_of(address, plain))
         agent = cls(name or socket.gethostname(), zone, max_bytes, data, security)
         agent._process = process
+        agent._observers += tuple(observers)
         transport = transport_for(address)
         if (why := transport.unavailable()) is not None:
             raise LocalError(f"{transport.scheme} does not work here: {why}")
@@ -167,21 +174,27 @@ class Agent:
             busy=f"under probe by {worker.coordinator}" if worker else "",
         )
 
+    def stats(self) -> Stats | None:
+        """What the endpoint of the probe that runs holds; None without one. Waits; from any thread."""
+        worker = self._worker
+        return None if worker is None else worker.stats()
+
     async def snapshot(self) -> AgentSnapshot:
         """What happens here now; reads only."""
         worker, probe = self._worker, None
         if worker is not None:
             try:
                 stats = await asyncio.to_thread(worker.stats)
+                transfers = await asyncio.to_thread(worker.transfers)
             except KVFerryError:
-                stats = None  # it is being closed
+                stats, transfers = None, ()  # it is being closed
             probe = ProbeSnapshot(
                 coordinator=worker.coordinator,
                 seconds_left=max(0.0, worker.deadline - time.monotonic()),
                 pool_nbytes=worker.nbytes,
                 addresses=worker.opened.addresses,
                 stats=stats,
-                peers=worker.peers(),
+                transfers=transfers,
                 errors=tuple(worker.errors),
             )
         return AgentSnapshot(
@@ -192,6 +205,7 @@ class Agent:
             up_seconds=time.monotonic() - self._born,
             probes_served=self._served,
             calls_refused=self._refused,
+            tallied=self.tally.now(),
             probe=probe,
         )
 
@@ -228,6 +242,7 @@ class Agent:
                 self._max_bytes,
                 self._security,
                 process=self._process,
+                observers=self._observers,
             )
             self._worker = await asyncio.get_running_loop().run_in_executor(threads, make)
         except BaseException:

@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvferry.errors import CapacityError, KVFerryError
+from kvferry.errors import CapacityError, InputError, KVFerryError
 from kvferry.link import Mode
 from kvferry.probe import words as w
-from kvferry.probe.node import ProbeNode, finish
-from kvferry.probe.snapshot import PeerRate, Rates
-from kvferry.transfer import Stats
+from kvferry.probe.node import Copied, ProbeNode, finish
+from kvferry.transfer import Ended, InFlight, Move, Observer, Stats, Timings, TransferRecord
 from kvferry.transport.security import HOST_ONLY, Security
 
 __all__ = ["Worker"]
@@ -37,6 +36,7 @@ class Worker:
         security: Security = HOST_ONLY,
         *,
         process: bool = True,
+        observers: Sequence[Observer] = (),
     ) -> None:
         if call.room.nbytes > max_bytes:
             raise CapacityError(
@@ -47,7 +47,7 @@ class Worker:
         self.coordinator = call.coordinator
         self.nbytes = call.room.nbytes
         self.deadline = time.monotonic() + call.seconds
-        self.rates = Rates()
+        self._observers = tuple(observers)
         self.errors: deque[str] = deque(maxlen=_KEPT_ERRORS)
         self._node = ProbeNode(
             name, call.room, addresses, integrity=call.integrity, security=security, process=process
@@ -66,15 +66,17 @@ class Worker:
             return self._handlers[type(call)](call)
         except KVFerryError as error:
             self.errors.append(str(error))
+            if isinstance(call, w.MoveCall | w.CollectCall) and not isinstance(error, InputError):
+                self._tell(Ended(_unmoved(call, error), error.to_record()))
             raise
 
     def stats(self) -> Stats:
         """What the endpoint holds now."""
         return self._node.endpoint.stats()
 
-    def peers(self) -> tuple[PeerRate, ...]:
-        """What came from each peer so far."""
-        return self.rates.peers()
+    def transfers(self) -> tuple[InFlight, ...]:
+        """The same, one by one."""
+        return self._node.endpoint.transfers()
 
     def close(self) -> None:
         """Everything is given back. Safe to call twice."""
@@ -90,10 +92,11 @@ class Worker:
             left = max(0.001, deadline - time.monotonic())
             if call.mode is Mode.PULL:
                 record = self._node.pull(ticket, call.payload, call.slot, call.transport, left)
-                copies.append(self.rates.note(record))
+                copies.append(Copied.of(record))
             else:
                 self._node.push(ticket, call.payload, call.transport, left)
                 record = self._node.await_release(ticket, left)
+            self._tell(Ended(record))
             handshakes.append(record.timings.handshake)
         return w.Copies(tuple(copies), tuple(handshakes))
 
@@ -102,14 +105,43 @@ class Worker:
             if call.mode is Mode.PUSH:
                 # Asked for before the first arrives: a copy that has come and gone is no longer known.
                 moves = [self._node.expect(ticket) for ticket in call.tickets]
-                return w.Copies(tuple(self.rates.note(finish(move)) for move in moves))
+                return w.Copies(tuple(self._finished(move) for move in moves))
             for ticket in call.tickets:
-                self._node.await_release(ticket, call.seconds)
+                self._tell(Ended(self._node.await_release(ticket, call.seconds)))
         except KVFerryError:
             self._node.withdraw(call.tickets)
             raise
         return w.Copies()
 
+    def _finished(self, move: Move) -> Copied:
+        record = finish(move)
+        self._tell(Ended(record))
+        return Copied.of(record)
+
+    def _tell(self, ended: Ended) -> None:
+        # Here and not by the endpoint, which would say each word between two measurements.
+        for observer in self._observers:
+            observer(ended)
+
     def _compare(self, call: w.CompareCall) -> w.Done:
         self._node.compare(call.payload, call.slot, call.seed)
         return w.Done()
+
+
+def _unmoved(call: w.MoveCall | w.CollectCall, error: KVFerryError) -> TransferRecord:
+    """A transfer that failed, as far as its error tells."""
+    claims, pulls = isinstance(call, w.MoveCall), call.mode is Mode.PULL
+    return TransferRecord(
+        request_id=error.request_id,
+        role="decode" if claims == pulls else "prefill",
+        mode=call.mode.value,
+        peer=error.peer,
+        transport=call.transport if isinstance(call, w.MoveCall) else "",
+        path="",
+        nbytes=error.bytes_done,
+        descriptors=0,
+        chunks=0,
+        state_nbytes=0,
+        integrity=False,
+        timings=Timings(),
+    )

@@ -19,10 +19,12 @@ from kvferry.link import LinkFile
 from kvferry.proxy.answers import Answer, Events, failure
 from kvferry.proxy.body import read_body
 from kvferry.proxy.exchange import Exchange
+from kvferry.proxy.metrics import metrics_of
 from kvferry.proxy.state import ProxyState
 from kvferry.proxy.upstream import RefusedError, WorkerFailedError
 from kvferry.proxy.watch import watch_workers
 from kvferry.serve.http import DONE, bounded_body, json_response, sse, until_gone
+from kvferry.web.app import metrics_route
 
 __all__ = ["make_app"]
 
@@ -66,6 +68,7 @@ def make_app(state: ProxyState, links: LinkFile | None = None) -> Starlette:
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", models),
             Route("/health", health),
+            metrics_route(metrics_of(state)),
         ],
         lifespan=lifespan,
     )

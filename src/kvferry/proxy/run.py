@@ -11,7 +11,7 @@ import msgspec
 from kvferry.link.load import load_links
 from kvferry.proxy.options import ProxyOptions, check_options
 from kvferry.proxy.pays import Costs
-from kvferry.serve.run import bound_socket, missing_extra, run_app
+from kvferry.serve.listening import bound_socket, missing_extra
 
 __all__ = ["Proxying", "run_proxy"]
 
@@ -37,7 +37,7 @@ def run_proxy(options: ProxyOptions, on_ready: Callable[[Proxying], None]) -> No
     where the address cannot be listened at.
     """
     check_options(options)
-    make_app, make_state = _parts()
+    make_app, make_state, run_app = _parts()
     links = None if options.links is None else load_links(options.links)
     costs = Costs(options, links)
     with bound_socket(options.listen) as (sock, url):
@@ -59,10 +59,11 @@ def run_proxy(options: ProxyOptions, on_ready: Callable[[Proxying], None]) -> No
         run_app(make_app(state, links), sock, lambda: on_ready(said), state.upstream.end)
 
 
-def _parts() -> tuple[Any, Any]:
+def _parts() -> tuple[Any, Any, Any]:
     try:
         from kvferry.proxy.app import make_app  # noqa: PLC0415
         from kvferry.proxy.state import ProxyState  # noqa: PLC0415
+        from kvferry.serve.running import run_app  # noqa: PLC0415
     except ImportError as error:
         raise missing_extra(error) from error
-    return make_app, ProxyState
+    return make_app, ProxyState, run_app

@@ -11,8 +11,10 @@ from kvferry.proxy.pays import Costs
 from kvferry.proxy.upstream import Upstream
 from kvferry.proxy.workers import Worker, Workers
 
-__all__ = ["ProxyState"]
+__all__ = ["EVENTS", "ProxyState"]
 
+# All that is counted.
+EVENTS = ("handoffs", "streams", "ended_at_prefill", "alone", "failed", "retries", "restarts")
 _FIRST_BYTES_PER_TOKEN = 4.0
 _NEW_SHARE = 0.05
 
@@ -40,6 +42,10 @@ class ProxyState:
     def count(self, what: str) -> None:
         """One more of these."""
         self._counts[what] += 1
+
+    def counted(self, what: str) -> int:
+        """How many there were."""
+        return self._counts[what]
 
     def learn(self, body: Body, answer: dict[str, Any]) -> None:
         """A prompt's bytes, and the tokens that prefill counted in it."""

@@ -1,4 +1,4 @@
-"""The HTTP side: /v1/completions, /v1/chat/completions, /v1/models and /health."""
+"""The HTTP side: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics and /live."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from kvferry.engines.reference import Model, ReferenceEngine
@@ -22,8 +22,10 @@ from kvferry.serve.ask import Ask, read_chat, read_completion, read_withdrawal
 from kvferry.serve.batcher import Batcher
 from kvferry.serve.http import DONE, bounded_body, json_response, sse, until_gone
 from kvferry.serve.job import Event, Failed, Handed, Job, Token
+from kvferry.serve.look import Look
 from kvferry.serve.options import ServeOptions
 from kvferry.serve.shapes import Shape, error_body, http_status
+from kvferry.web.app import metrics_route
 
 __all__ = ["make_app"]
 
@@ -32,6 +34,7 @@ def make_app(
     engine: ReferenceEngine,
     batcher: Batcher,
     options: ServeOptions,
+    look: Look,
     *,
     has_peers: bool,
     withdraw: Callable[[bytes], None],
@@ -57,6 +60,8 @@ def make_app(
             Route("/v1/kvferry/withdraw", server.withdraw, methods=["POST"]),
             Route("/v1/models", server.models),
             Route("/health", server.health),
+            metrics_route(look.metrics.text),
+            *([] if look.page is None else [Mount("/live", look.page.app)]),
         ],
         lifespan=lifespan,
     )

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
-import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from kvferry.demo.stage import load_model
 from kvferry.engines.reference import Model, ReferenceEngine
-from kvferry.errors import LocalError, TransportError
+from kvferry.errors import LocalError
 from kvferry.layout import PoolLayout
 from kvferry.serve.batcher import Batcher
+from kvferry.serve.listening import bound_socket, is_loopback_host, missing_extra
 from kvferry.serve.options import ServeOptions, check_options, host_port
 from kvferry.serve.roles import Roles
 from kvferry.transfer import Endpoint, Pool
 
-__all__ = ["Serving", "bound_socket", "run_app", "run_server"]
+if TYPE_CHECKING:
+    from kvferry.serve.look import Look
 
-_GRACE_SECONDS = 5
+__all__ = ["Serving", "run_server"]
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """What a server says once it serves: the line on stdout, as JSON with ``--json``."""
+    """What a server says once it serves: the line on stdout, as JSON with ``--json``.
+
+    ``live``: the page of what happens here, or "" where other hosts could look.
+    """
 
     url: str
     model: str
     kv: tuple[str, ...]
     incarnation: str
     pid: int
+    live: str
 
 
 def run_server(options: ServeOptions, on_ready: Callable[[Serving], None]) -> None:
@@ -45,23 +48,17 @@ def run_server(options: ServeOptions, on_ready: Callable[[Serving], None]) -> No
     where an address cannot be listened at; nothing is left behind.
     """
     check_options(options)
-    app_of = _make_app()
+    app_of, run_app, look = _parts()
     model = choose_model(options.model)
     with bound_socket(options.listen) as (sock, url):
         engine, pool = make_engine(model, options)
         endpoint = None
         try:
             if pool is not None:
-                endpoint = Endpoint.listen(
-                    options.kv,
-                    pool=pool,
-                    name=options.name,
-                    requirements=engine.requirements(),
-                    tls=options.security.identity,
-                    plain=options.security.plain,
-                )
+                endpoint = _open(options, engine, pool, look)
             roles = None if endpoint is None else Roles(engine, endpoint, options)
             batcher = Batcher(engine, roles, options)
+            look.at_engine(batcher.stats)
 
             def close() -> None:
                 batcher.close()
@@ -72,18 +69,22 @@ def run_server(options: ServeOptions, on_ready: Callable[[Serving], None]) -> No
                 if roles is not None:
                     roles.withdraw(ticket)
 
-            app = app_of(
-                engine, batcher, options, has_peers=roles is not None, withdraw=withdraw, close=close
-            )
+            has_peers = roles is not None
+            app = app_of(engine, batcher, options, look, has_peers=has_peers, withdraw=withdraw, close=close)
             serving = Serving(
                 url=url,
                 model=model.name,
                 kv=() if endpoint is None else endpoint.addresses,
                 incarnation="" if endpoint is None else endpoint.incarnation.hex(),
                 pid=os.getpid(),
+                live="" if look.page is None else f"{url}/live/",
             )
+
+            def end() -> Awaitable[None]:
+                return asyncio.to_thread(batcher.close)
+
             try:
-                run_app(app, sock, lambda: on_ready(serving), lambda: asyncio.to_thread(batcher.close))
+                run_app(app, sock, lambda: on_ready(serving), end, look.close)
             finally:
                 close()  # a second time, unless a second signal cut the first one short
         finally:
@@ -91,6 +92,22 @@ def run_server(options: ServeOptions, on_ready: Callable[[Serving], None]) -> No
                 endpoint.close()
             if pool is not None:
                 pool.close()
+
+
+def _open(options: ServeOptions, engine: ReferenceEngine, pool: Pool, look: Look) -> Endpoint:
+    """The endpoint by which peers reach the pool, looked at; /live only where no other host can look."""
+    endpoint = Endpoint.listen(
+        options.kv,
+        pool=pool,
+        name=options.name,
+        requirements=engine.requirements(),
+        tls=options.security.identity,
+        plain=options.security.plain,
+        observers=(look.tally, look.metrics),
+    )
+    host, _ = host_port(options.listen)
+    look.at_endpoint(options.name, endpoint, page=is_loopback_host(host))
+    return endpoint
 
 
 def choose_model(name: str) -> Model:
@@ -119,90 +136,11 @@ def make_engine(model: Model, options: ServeOptions) -> tuple[ReferenceEngine, P
     return ReferenceEngine(model, layout, memory, chunk_tokens=options.chunk_tokens), pool
 
 
-@contextlib.contextmanager
-def bound_socket(listen: str) -> Iterator[tuple[socket.socket, str]]:
-    """A listening socket and its URL. Raises InputError, TransportError."""
-    host, port = host_port(listen)
-    try:
-        family, *_, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        raise TransportError(f"listen: {listen}: {error.strerror or error}") from error
-    with sock:
-        shown = f"[{host}]" if ":" in host else host
-        yield sock, f"http://{shown}:{sock.getsockname()[1]}"
-
-
-def run_app(
-    app: Any, sock: socket.socket, on_ready: Callable[[], None], on_end: Callable[[], Awaitable[None]]
-) -> None:
-    """Run an application on a socket until SIGINT or SIGTERM.
-
-    What is under way has 5 s then, or until a second SIGINT; ``on_end`` makes the rest fail in order.
-    An error of ``on_ready`` (stdout is gone) ends it in order too, and is raised.
-    """
-    import uvicorn  # noqa: PLC0415
-
-    failed: list[Exception] = []
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self.handle_exit, number, None)
-            try:
-                yield
-            finally:
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    loop.remove_signal_handler(number)
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                try:
-                    on_ready()
-                except Exception as error:  # noqa: BLE001 - raised again below, when all has ended in order
-                    failed.append(error)
-                    self.should_exit = True
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            ending = asyncio.ensure_future(self._end())
-            await super().shutdown(sockets)
-            if self.force_exit:  # then uvicorn leaves both out
-                await ending
-                await self.lifespan.shutdown()
-            ending.cancel()
-
-        async def _end(self) -> None:
-            end = asyncio.get_running_loop().time() + _GRACE_SECONDS
-            while not self.force_exit and asyncio.get_running_loop().time() < end:
-                await asyncio.sleep(0.1)
-            await on_end()
-
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        timeout_graceful_shutdown=2 * _GRACE_SECONDS,
-    )
-    asyncio.run(Server(config).serve(sockets=[sock]))
-    if failed:
-        raise failed[0]
-
-
-def _make_app() -> Any:
+def _parts() -> tuple[Callable[..., Any], Callable[..., None], Look]:
     try:
         from kvferry.serve.app import make_app  # noqa: PLC0415
+        from kvferry.serve.look import Look  # noqa: PLC0415
+        from kvferry.serve.running import run_app  # noqa: PLC0415
     except ImportError as error:
         raise missing_extra(error) from error
-    return make_app
-
-
-def missing_extra(error: ImportError) -> LocalError:
-    """What to install."""
-    name = (error.name or "of an extra").partition(".")[0]
-    return LocalError(f"the package {name!r} is missing", next_step="pip install 'kvferry[serve]'")
+    return make_app, run_app, Look()

@@ -1,7 +1,7 @@
 """Endpoints: the one way to move a request's KV and state between workers."""
 
 from kvferry.transfer.bundle import Bundle, read_bundle
-from kvferry.transfer.calls import Ended, Stats, Timeouts
+from kvferry.transfer.calls import Ended, InFlight, Stats, Timeouts
 from kvferry.transfer.client import Observer
 from kvferry.transfer.endpoint import Endpoint
 from kvferry.transfer.group import RankGroup
@@ -9,6 +9,7 @@ from kvferry.transfer.group_moves import GroupMove, GroupPush
 from kvferry.transfer.handles import Move, Push
 from kvferry.transfer.pool import Pool
 from kvferry.transfer.staging import DEFAULT_STAGING_NBYTES
+from kvferry.transfer.tally import Tallied, Tally, Told, Way
 from kvferry.transfer.trace import Timings, TransferRecord
 
 __all__ = [
@@ -18,14 +19,19 @@ __all__ = [
     "Endpoint",
     "GroupMove",
     "GroupPush",
+    "InFlight",
     "Move",
     "Observer",
     "Pool",
     "Push",
     "RankGroup",
     "Stats",
+    "Tallied",
+    "Tally",
     "Timeouts",
     "Timings",
+    "Told",
     "TransferRecord",
+    "Way",
     "read_bundle",
 ]

@@ -27,6 +27,7 @@ __all__ = [
     "CloseCall",
     "CommitCall",
     "Held",
+    "InFlight",
     "LayersCall",
     "ListenCall",
     "Listening",
@@ -45,6 +46,8 @@ __all__ = [
     "Stats",
     "StatsCall",
     "Timeouts",
+    "Transfers",
+    "TransfersCall",
 ]
 
 
@@ -193,6 +196,12 @@ class StatsCall(_Call, frozen=True):
     pass
 
 
+class TransfersCall(_Call, frozen=True):
+    """What is held or under way, at most ``limit`` of it."""
+
+    limit: _Few
+
+
 class CloseCall(_Call, frozen=True):
     pass
 
@@ -212,6 +221,7 @@ Call = (
     | ArrivalCall
     | OutcomeCall
     | StatsCall
+    | TransfersCall
     | CloseCall
 )
 
@@ -268,6 +278,24 @@ class Stats(_Value, frozen=True):
     registration_seconds: float = 0.0
 
 
+class InFlight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A transfer that has not ended: what moved until now, its phase, its age and what is left of its lease.
+
+    Phase ``held``: an offer or a reservation that nobody has claimed.
+    """
+
+    record: TransferRecord
+    phase: str
+    seconds: float
+    lease_seconds: float
+
+
+class Transfers(_Value, frozen=True):
+    """What is held or under way at this side, the oldest first."""
+
+    transfers: tuple[InFlight, ...]
+
+
 class Ended(_Value, frozen=True):
     """A transfer ended at this side: well, or by ``error``. Told to whoever observes the endpoint."""
 
@@ -279,5 +307,5 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The answer to call ``id``: a value, or an error. ``id`` 0: told without being asked."""
 
     id: int
-    value: Nothing | Listening | Held | Arrival | Outcome | Stats | Ended | None = None
+    value: Nothing | Listening | Held | Arrival | Outcome | Stats | Transfers | Ended | None = None
     error: ErrorRecord | None = None

@@ -115,6 +115,7 @@ class Directory:
                 continue
             if not peer.chosen:
                 peer.chosen = "; ".join((f"{ranked.scheme}, {ranked.why}", *failures))
+                peer.passed_over = tuple(failures)
                 _log.info("%s: %s", peer.name, peer.chosen)
             return peer
         raise TransportError(

@@ -334,6 +334,11 @@ class Endpoint:
         stats: c.Stats = self._client.call(c.StatsCall, CALL_SECONDS)
         return stats
 
+    def transfers(self, limit: int = 100) -> tuple[c.InFlight, ...]:
+        """What is held or under way here now, the oldest first."""
+        found: c.Transfers = self._client.call(c.TransfersCall, CALL_SECONDS, limit=limit)
+        return found.transfers
+
     def _by_group(self, tables: Tables) -> dict[str, BlockTable]:
         several = (tables,) if isinstance(tables, BlockTable) else tuple(tables or ())
         if not all(isinstance(table, BlockTable) for table in several):

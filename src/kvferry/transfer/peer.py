@@ -130,6 +130,7 @@ class Peer:
         self._wake = asyncio.Event()
         self.error: KVFerryError | None = None  # why it was lost
         self.chosen = ""  # why this address, where that was left to this side
+        self.passed_over: tuple[str, ...] = ()  # which better ones did not work then, and why
         self._heard = asyncio.get_running_loop().time()
         self._tasks = [
             asyncio.ensure_future(task) for task in (self._read_all(), self._write_all(), self._watch())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 import time
@@ -46,6 +47,7 @@ class Service:
             c.ArrivalCall: self._arrival,
             c.OutcomeCall: self._outcome,
             c.StatsCall: self._stats,
+            c.TransfersCall: self._transfers,
             c.CloseCall: self._close,
         }
 
@@ -223,6 +225,10 @@ class Service:
             fds=len(os.listdir("/proc/self/fd")),
             registration_seconds=self._node.directory.registration_seconds,
         )
+
+    async def _transfers(self, call: c.TransfersCall) -> c.Transfers:
+        sessions = itertools.islice(self._node.ledger, call.limit)
+        return c.Transfers(tuple(session.in_flight() for session in sessions))
 
     async def _close(self, _: c.CloseCall) -> c.Nothing:
         await self._node.close()

@@ -32,7 +32,7 @@ from kvferry.protocol.table import (
 )
 from kvferry.protocol.ticket import Mode
 from kvferry.transfer.actions import ACTIONS
-from kvferry.transfer.calls import Arrival, NodeConfig, Outcome
+from kvferry.transfer.calls import Arrival, InFlight, NodeConfig, Outcome
 from kvferry.transfer.exchange import take
 from kvferry.transfer.payload import Part, Payload
 from kvferry.transfer.trace import PhaseClock, TransferRecord
@@ -299,6 +299,13 @@ class Session:
             in_doubt=in_doubt,
         )
 
+    def in_flight(self) -> InFlight:
+        """Where it is now."""
+        now = time.monotonic()
+        return InFlight(
+            self.record(), self.machine.phase.value, now - self._born, max(0.0, self.lease_deadline - now)
+        )
+
     def record(self) -> TransferRecord:
         """What moved until now."""
         connection = None if self.peer is None else self.peer.connection
@@ -324,6 +331,7 @@ class Session:
             conversions=() if self.peer is None else used_conversions(self.form),
             timings=self.clock.timings(),
             chosen="" if self.peer is None else self.peer.chosen,
+            passed_over=() if self.peer is None else self.peer.passed_over,
         )
 
 

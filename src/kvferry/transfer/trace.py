@@ -39,7 +39,8 @@ class TransferRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What moved, between whom, by what. ``path`` is what really carried the bytes.
 
     ``nbytes`` are those on the wire. ``conversions``: what was done to the values, and its bound.
-    ``chosen``: why this transport, where the choice was left to kvferry.
+    ``chosen``: why this transport, where the choice was left to kvferry; ``passed_over``: better ones that
+    did not work then, each with its reason.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class TransferRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timings: Timings
     conversions: tuple[str, ...] = ()
     chosen: str = ""
+    passed_over: tuple[str, ...] = ()
 
     @property
     def bytes_per_second(self) -> float:
@@ -77,6 +79,7 @@ def combined(records: Sequence[TransferRecord]) -> TransferRecord:
         return ", ".join(dict.fromkeys(getattr(record, field) for record in records))
 
     conversions = dict.fromkeys(how for record in records for how in record.conversions)
+    passed_over = dict.fromkeys(why for record in records for why in record.passed_over)
 
     def total(field: str) -> int:
         return sum(getattr(record, field) for record in records)
@@ -91,6 +94,7 @@ def combined(records: Sequence[TransferRecord]) -> TransferRecord:
         chunks=total("chunks"),
         state_nbytes=total("state_nbytes"),
         conversions=tuple(conversions),
+        passed_over=tuple(passed_over),
         timings=Timings(**longest | {"copy": sum(time["copy"] for time in times)}),
     )
 

@@ -1,0 +1,77 @@
+"""A live page beside a command that has an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from kvferry.errors import InputError
+from kvferry.serve.listening import bound_socket, is_loopback_host
+from kvferry.serve.options import host_port
+from kvferry.transport.security import Identity
+from kvferry.web.app import LivePage
+from kvferry.web.guard import read_token
+
+__all__ = ["PageOptions", "page_options", "serving_page"]
+
+_END_SECONDS = 2
+
+
+class PageOptions(msgspec.Struct, frozen=True):
+    """Where the page is, and for whom; ``identity``: whose certificate it shows, None in plain."""
+
+    listen: str
+    token: str
+    identity: Identity | None
+
+
+def page_options(listen: str, token_file: Path | None, identity: Identity | None) -> PageOptions:
+    """The options, if the page may be shown there. Off loopback it wants a token and a certificate.
+
+    Raises InputError naming the option.
+    """
+    token = "" if token_file is None else read_token(token_file)
+    host, _ = host_port(listen, "web")
+    if is_loopback_host(host):
+        return PageOptions(listen, token, None)
+    if not token or identity is None:
+        raise InputError(
+            f"web: {host} can be reached from other hosts, so the page needs --web-token FILE and --cert FILE"
+        )
+    return PageOptions(listen, token, identity)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # they are the command's
+
+
+@contextlib.asynccontextmanager
+async def serving_page(page: LivePage, options: PageOptions) -> AsyncIterator[str]:
+    """Serve while the block runs; gives the URL. Raises TransportError where it cannot be listened at."""
+    identity = options.identity
+    config = uvicorn.Config(
+        page.app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=_END_SECONDS,
+        limit_concurrency=64,
+        ssl_certfile=None if identity is None else identity.certificate,
+        ssl_keyfile=(identity.key or None) if identity is not None else None,
+    )
+    with bound_socket(options.listen, "http" if identity is None else "https") as (sock, url):
+        server = _Server(config)
+        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        try:
+            yield url
+        finally:
+            page.close()
+            server.should_exit = True
+            await serving
