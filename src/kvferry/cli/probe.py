@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,6 +18,7 @@ from kvferry.errors import InputError, KVFerryError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvferry.cli.probe_show import ProbeBar
     from kvferry.link import Mode
     from kvferry.probe import ProbePlan, ProbeResult, Progress
     from kvferry.transport.security import Identity
@@ -53,6 +56,8 @@ class ProbeFlags:
 
     loopback: Annotated[bool, Flag] = False
     "Measure this host against itself: two endpoints, each with its transfer process; no agents needed."
+    ray: Annotated[bool, Flag] = False
+    "Start an agent on every node of a Ray cluster, for this probe. PEER may then be the cluster's HOST:PORT."
     transport: tuple[str, ...] = ()
     "Give it once for each transport to measure. Default: tcp; with --loopback shm and tcp."
     mode: Literal["push", "pull", "both"] = "both"
@@ -113,7 +118,7 @@ def probe(
         Print one JSON object.
     """
     flags, payload = flags or ProbeFlags(), payload or PayloadFlags()
-    addresses = _addresses(peers, flags)
+    addresses = [] if flags.ray else _addresses(peers, flags)
 
     from kvferry.cli.probe_payload import wanted_payloads
     from kvferry.cli.probe_show import ProbeBar, print_json, show, write
@@ -122,7 +127,10 @@ def probe(
     plan = _plan(flags, payloads.largest)
     identity = identity_of(flags.cert, flags.authority, flags.peer_name)
     with ProbeBar() as bar:
-        result, unreachable = asyncio.run(_measure(addresses, plan, identity, bar.on_progress))
+        if flags.ray:
+            result, unreachable = _measure_on_ray(peers, plan, flags, bar)
+        else:
+            result, unreachable = asyncio.run(_measure(addresses, plan, identity, bar.on_progress))
     if out is not None and result.links.pairs:
         write(result.links, out)
     if as_json:
@@ -182,6 +190,27 @@ def _plan(flags: ProbeFlags, largest: object) -> ProbePlan:
         tls=flags.tls_passes(),
         line_rate=None if flags.line_rate is None else parse_rate(flags.line_rate, "line_rate"),
     )
+
+
+def _measure_on_ray(
+    peers: Sequence[str], plan: ProbePlan, flags: ProbeFlags, bar: ProbeBar
+) -> tuple[ProbeResult, dict[str, str]]:
+    from kvferry.probe.on_ray import ray_agents
+    from kvferry.probe.run import Progress
+
+    if len(peers) > 1:
+        raise InputError(f"ray: one cluster is probed, and {len(peers)} addresses are given")
+    for name, given in (("loopback", flags.loopback), ("cert", flags.cert), ("via", flags.via)):
+        if given:
+            raise InputError(f"{name}: not with --ray, which starts agents of its own")
+    bar.on_progress(Progress(0, 1, 0.0, "agents start on the nodes of Ray"))
+    # Ray tells of its nodes on stdout, which is ours.
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        ray_agents(peers[0] if peers else "auto", tls=plan.tls) as found,
+    ):
+        result, unreachable = asyncio.run(_measure(found.addresses, plan, found.identity, bar.on_progress))
+    return result, found.failed | unreachable
 
 
 async def _measure(
