@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import msgspec
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, did_you_mean
 
 __all__ = [
     "ALIASES",
@@ -110,7 +110,8 @@ def dtype_named(name: str, field: str = "kv_dtype") -> KVDtype:
     key = name.strip().lower().removeprefix("torch.")
     dtype = DTYPES.get(ALIASES.get(key, key))
     if dtype is None:
-        raise InputError(f"{field}: {name[:60]!r} is not a known dtype; known: {', '.join(DTYPES)}")
+        known = f"known: {', '.join(DTYPES)}{did_you_mean(name.lower(), DTYPES)}"
+        raise InputError(f"{field}: {name[:60]!r} is not a known dtype; {known}")
     return dtype
 
 

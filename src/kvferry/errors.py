@@ -18,6 +18,8 @@ there is one, stays as ``__cause__``.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import msgspec
@@ -35,7 +37,14 @@ __all__ = [
     "NoPlanError",
     "PeerError",
     "TransportError",
+    "did_you_mean",
 ]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about a word that is not known: the nearest one that is, or nothing."""
+    near = difflib.get_close_matches(word[:100], list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,9 +28,10 @@ kvferry moves a request's KV cache and execution state from a prefill worker to 
   Where, how many?         kvferry plan cluster.toml; kvferry simulate cluster.toml
   See it move              kvferry demo; kvferry serve --kv tcp://127.0.0.1:0
   Look at all of it        kvferry report links.json check.json plan.json --out report.html
+  Look on while it runs    kvferry agent --listen tcp://127.0.0.1:7400 --web 127.0.0.1:7480
   Encrypt it               kvferry certs init FOLDER; kvferry certs issue FOLDER NAME
 
-`kvferry VERB --help` says the rest."""
+`kvferry VERB --help` says the rest; `kvferry --install-completion` lets the Tab key fill in."""
 
 # One module a verb, named like it, with a function of that name. They are imported only
 # when their verb (or the list of verbs) is asked for, so `kvferry --version` stays fast.
@@ -64,6 +65,10 @@ app = App(
 for _verb in VERBS:
     app.command(f"kvferry.cli.{_verb}:{_verb}", name=_verb)
 
+app.register_install_completion_command(
+    help="Install completion for this shell (bash, zsh, fish), and have it loaded by new ones."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command line and leave the process with its exit status."""
@@ -78,6 +83,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not prepare_streams():
         return _say("stdout: is closed, there is nowhere to print to", 1)
+    if arguments[:1] in (["--help"], ["-h"]):
+        for verb in VERBS:
+            app[verb]  # imports it: a verb that was never looked at has no line of help
     try:
         status = (
             app(arguments, exit_on_error=False, print_error=False) if arguments else print(FOUR_QUESTIONS)

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import msgspec
 
-from kvferry.errors import InputError, LocalError
+from kvferry.errors import InputError, LocalError, did_you_mean
 from kvferry.link.locate import Place, place_at, place_of
 from kvferry.link.presets import PRESETS, preset_links
 from kvferry.link.profile import FORMAT, VERSION, LinkFile
@@ -53,7 +53,8 @@ def load_links(path_or_preset: str | Path) -> LinkFile:
             nbytes = path.stat().st_size
             data = file.read(MAX_LINKS_NBYTES + 1) if nbytes <= MAX_LINKS_NBYTES else b""
     except FileNotFoundError:
-        raise InputError(f"link: {name}: no such file, and no preset; known: {', '.join(PRESETS)}") from None
+        known = f"known: {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}"
+        raise InputError(f"link: {name}: no such file, and no preset; {known}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"link: {name}: {getattr(error, 'strerror', None) or error}") from error
     if max(nbytes, len(data)) > MAX_LINKS_NBYTES:

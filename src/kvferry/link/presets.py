@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, did_you_mean
 from kvferry.link.profile import ANY_NODE, ConditionFit, LinkFile, LinkProfile
 from kvferry.link.records import LinkFit
 from kvferry.link.words import Mode
@@ -188,7 +188,8 @@ def link_preset(name: str) -> LinkPreset:
     """The preset of that name. Raises InputError that lists the known ones."""
     preset = PRESETS.get(name)
     if preset is None:
-        raise InputError(f"link: {name!r} is not a preset; known: {', '.join(PRESETS)}")
+        hint = did_you_mean(name, PRESETS)
+        raise InputError(f"link: {name!r} is not a preset; known: {', '.join(PRESETS)}{hint}")
     return preset
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, did_you_mean
 from kvferry.plan.where import toml_place
 from kvferry.units import parse_bytes, parse_rate, parse_seconds
 
@@ -260,6 +260,10 @@ class ClusterFile(Table, frozen=True):
 _TOML_LINE = re.compile(r"(.*) \(at line ([0-9]+), column [0-9]+\)")
 
 
+# Of all tables: the message names the table, and one that is near is enough of a hint.
+_KEYS = sorted({name for table in Table.__subclasses__() for name in table.__struct_encode_fields__})
+
+
 def parse_cluster(text: str, source: str) -> ClusterFile:
     """The records of a cluster file.
 
@@ -293,7 +297,7 @@ def _located(data: dict[str, object], error: msgspec.ValidationError, text: str,
     elif "field `" in reason:
         field = reason.split("`")[1]
         key = f"{key}.{field}".lstrip(".")
-        reason = "unknown key" if "unknown" in reason else "missing key"
+        reason = f"unknown key{did_you_mean(field, _KEYS)}" if "unknown" in reason else "missing key"
     return f"{toml_place(source, text, key)}: {reason}"
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, did_you_mean
 
 __all__ = ["Address", "parse_address", "parse_host_port"]
 
@@ -50,7 +50,7 @@ def parse_address(text: str, scheme: str, options: tuple[str, ...]) -> Address:
     for pair in (match["query"] or "").split("&") if match["query"] is not None else ():
         name, equals, value = pair.partition("=")
         if name not in options or not equals:
-            known = ", ".join(options) or "none"
+            known = (", ".join(options) or "none") + did_you_mean(name, options)
             raise InputError(f"address: option {pair!r} is not known; known for {scheme}: {known}")
         given[name] = value
     streams = given.get("streams", "1")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib.metadata import EntryPoint, entry_points
 
-from kvferry.errors import InputError, LocalError
+from kvferry.errors import InputError, LocalError, did_you_mean
 from kvferry.transport.base import Transport
 
 __all__ = ["GROUP", "known_schemes", "transport_for"]
@@ -29,8 +28,7 @@ def transport_for(address: str) -> type[Transport]:
     found = [entry for entry in entry_points(group=GROUP) if entry.name == scheme]
     if not found:
         known = known_schemes()
-        near = difflib.get_close_matches(scheme, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(scheme, known)
         raise InputError(f"transport: {scheme!r} is not known; known are {', '.join(known)}{hint}")
     if len({entry.value for entry in found}) > 1:
         values = ", ".join(entry.value for entry in found)

@@ -1,0 +1,97 @@
+"""What a person meets first: the bare command, help, version, completion, and words that are nearly right."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli import VERBS, run
+from kvferry.link.presets import PRESETS
+
+
+def test_alone_it_shows_the_questions_and_their_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of the four questions stands beside a verb that exists; nothing on stderr, status 0."""
+    assert run([]) == 0
+    out = capsys.readouterr()
+    assert out.err == ""
+    for question, verb in (
+        ("How big", "size"), ("How fast", "probe"), ("pay?", "check"), ("how many", "plan"), ("move", "demo")
+    ):  # fmt: skip
+        assert re.search(rf"{re.escape(question)}.*kvferry {verb}\b", out.out), question
+    assert set(re.findall(r"kvferry ([a-z]+)", out.out)) - {"moves"} <= set(VERBS)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_says_what_each_verb_does(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([flag]) == 0
+    out = capsys.readouterr().out
+    for verb in VERBS:
+        assert re.search(rf"│ {verb} +[A-Z]", out), f"{verb} has no line of help"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvferry {metadata.version('kvferry')}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        ("siez", '"size"'),
+        ("link shwo links.json", '"show"'),
+        ("size shape:1x1x8 --tokns 4", "--tokens"),
+        ("demo --transport shn", '"shm"'),
+        ("agent --listen tpc://127.0.0.1:0", "tcp?"),
+        ("agent --listen tcp://127.0.0.1:0?plian=yes", "plain?"),
+        ("size shape:1x1x8 --tokens 4 --kv-dtype fp8_e4m", "fp8_e4m3?"),
+        ("check shape:1x1x8 --link ib-ndr40 --prompt-tokens 4 --ttft 1s --prefill-seconds 1", "ib-ndr400?"),
+        ("plan CLUSTER", "ttft?"),
+    ],
+)
+def test_a_word_that_is_nearly_right_is_answered_by_the_right_one(
+    line: str, near: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line with the nearest verb, option, choice, transport, preset, dtype or key; exit 2."""
+    example = Path(__file__).parent.parent / "examples" / "cluster.toml"
+    (tmp_path / "c.toml").write_text(example.read_text("utf-8").replace("\nttft = ", "\ntftt = "), "utf-8")
+    assert run(line.replace("CLUSTER", str(tmp_path / "c.toml")).split()) == 2
+    out = capsys.readouterr()
+    assert (out.out, out.err.count("\n")) == ("", 1)
+    assert f"id you mean {near}" in out.err
+    assert "ib-ndr400" in PRESETS
+
+
+def test_completion_for_bash_fills_in_verbs_and_options(tmp_path: Path) -> None:
+    """``--install-completion`` writes below the home folder only, and what it writes works in bash."""
+    home = {"HOME": str(tmp_path), "SHELL": "/bin/bash"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")} | home
+    install = [sys.executable, "-m", "kvferry", "--install-completion"]
+    # By a bash, since the shell that asks is the one that is meant.
+    done = subprocess.run(
+        ["bash", "-c", '"$@"; exit $?', "bash", *install],
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (script,) = [path for path in tmp_path.rglob("kvferry") if path.is_file()]
+
+    def completed(*words: str) -> set[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        asked = (
+            f". '{script}'; name=$(complete -p kvferry | sed -E 's/.*-F ([^ ]+).*/\\1/');"
+            f" COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; COMP_LINE='{' '.join(words)}';"
+            " COMP_POINT=${#COMP_LINE}; $name; printf '%s\\n' \"${COMPREPLY[@]}\""
+        )
+        told = subprocess.run(
+            ["bash", "-c", asked], env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        return {word.strip() for word in told.stdout.splitlines()}
+
+    assert completed("kvferry", "si") == {"size", "simulate"}
+    assert "--prompt-tokens" in completed("kvferry", "check", "--prompt-")
+    assert completed("kvferry", "demo", "--transport", "t") == {"tcp"}
