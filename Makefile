@@ -16,8 +16,8 @@ $(VENV)/installed: pyproject.toml Makefile
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	@echo 'adding the tools of the tests: about 145 MB'
-	@$(BIN)/python -m pip install --quiet --editable '.[dev,grammar,metrics,otel,plot,plan,report,serve,tls]'
+	@echo 'adding the tools of the tests: about 175 MB'
+	@$(BIN)/python -m pip install --quiet --editable '.[deploy,dev,grammar,metrics,otel,plot,plan,report,serve,tls]'
 	@touch $@
 
 demo: $(VENV)/installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from kvferry.cli import run
 from kvferry.cli.doctor import _show
+from kvferry.probe import doctor
 from kvferry.probe.doctor import Examination
 from kvferry.probe.facts import host_facts
 from kvferry.probe.findings import Finding, compare_nodes, findings_of
@@ -111,6 +113,27 @@ def test_a_peer_is_tried_by_every_transport(
     text = capsys.readouterr().out
     assert "works, path mapped; this one would be used" in text
     assert "does not work: not here: transport 'pigeon'" in text
+
+
+def test_a_ping_tells_who_answers_and_a_frozen_agent_does_not(
+    agent: AgentProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a liveness probe needs: a stopped process, whose port still takes connections, is not alive."""
+    gone = "tcp://127.0.0.1:1"
+    assert run(["doctor", agent.address, "--ping"]) == 0
+    assert capsys.readouterr().out == f"there at {agent.address} answers\n"
+    assert run(["doctor", agent.address, gone, "--ping", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in told["answered"]] == ["there"]
+    assert "cannot connect" in told["unreachable"][gone]
+    monkeypatch.setattr(doctor.ping, "__kwdefaults__", {"tls": None, "timeout_seconds": 0.5})
+    agent.process.send_signal(signal.SIGSTOP)
+    try:
+        assert run(["doctor", agent.address, "--ping"]) == 1
+    finally:
+        agent.process.send_signal(signal.SIGCONT)
+    assert f"{agent.address}: not reached" in capsys.readouterr().out
+    assert run(["doctor", "--ping"]) == 2
 
 
 def test_a_peer_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

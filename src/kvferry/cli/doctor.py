@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from kvferry.cli.identity import identity_of
+from kvferry.cli.options import Flag
 from kvferry.cli.streams import printable
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
     from kvferry.probe.doctor import Examination, PeerExamination, TransportState
     from kvferry.probe.findings import Finding
+    from kvferry.transport.security import Identity
 
 __all__ = ["doctor"]
 
 
 def doctor(
     *peers: Annotated[str, Parameter(name="PEER")],
+    ping: Annotated[bool, Flag] = False,
     cert: Path | None = None,
     authority: Path | None = None,
     peer_name: Annotated[tuple[str, ...], Parameter(negative="")] = (),
@@ -36,6 +39,8 @@ def doctor(
     peers
         Agents (`kvferry agent`), as `kvferry probe` takes them: every transport is tried with each by a
         small handoff.
+    ping
+        Only ask each PEER whether it answers, within 5 s; nothing is tried. For scripts and schedulers.
     cert
         This side's certificate and key, where the agent's address is encrypted (see `kvferry certs`).
     authority
@@ -53,12 +58,34 @@ def doctor(
     addresses = [peer if "://" in peer else f"tcp://{peer}" for peer in find_peers(peers, "peers")]
     if peers and not addresses:
         raise InputError("peers: the list is empty")
-    found = asyncio.run(examine(addresses, tls=identity_of(cert, authority, peer_name)))
+    identity = identity_of(cert, authority, peer_name)
+    if ping:
+        return _ping(addresses, identity, as_json=as_json)
+    found = asyncio.run(examine(addresses, tls=identity))
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
         _show(found)
     return 1 if found.unreachable or any(not peer.would_use for peer in found.peers) else 0
+
+
+def _ping(addresses: Sequence[str], identity: Identity | None, *, as_json: bool) -> int:
+    import msgspec
+
+    from kvferry.probe.doctor import ping
+
+    if not addresses:
+        raise InputError("ping: whom? give the address of an agent")
+    answered, silent = asyncio.run(ping(addresses, tls=identity))
+    if as_json:
+        print(msgspec.json.encode({"answered": answered, "unreachable": silent}).decode())
+    else:
+        for each in answered:
+            busy = f", {printable(each.busy)}" if each.busy else ""
+            print(f"{printable(each.name)} at {each.address} answers{busy}")
+        for address, why in silent.items():
+            print(f"{address}: not reached: {printable(why)}")
+    return 1 if silent else 0
 
 
 def _show(found: Examination) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -21,10 +22,12 @@ from kvferry.transfer.choosing import PREFERENCE
 from kvferry.transport.address import parse_address, parse_host_port
 from kvferry.transport.security import Identity
 
-__all__ = ["Examination", "PeerExamination", "TransportState", "examine"]
+__all__ = ["PING_SECONDS", "Answered", "Examination", "PeerExamination", "TransportState", "examine", "ping"]
 
 _PAYLOAD = Payload(64 << 10, 4 << 10)
 _SECONDS = 60.0
+#: An agent answers whatever else it does; one that takes longer is frozen, or its node is.
+PING_SECONDS = 5.0
 
 
 class TransportState(msgspec.Struct, frozen=True):
@@ -62,6 +65,43 @@ class Examination(msgspec.Struct, frozen=True):
     findings: tuple[Finding, ...]
     peers: tuple[PeerExamination, ...] = ()
     unreachable: dict[str, str] = {}
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """A peer that answered; ``busy``: by whom it is under probe, or ""."""
+
+    name: str
+    address: str
+    busy: str
+    seconds: float
+
+
+async def ping(
+    peers: Sequence[str], *, tls: Identity | None = None, timeout_seconds: float = PING_SECONDS
+) -> tuple[list[Answered], dict[str, str]]:
+    """Ask each agent who it is, all at the same time; those that answered, and the others with the reason.
+
+    Nothing is opened at them and no byte of a pool moves. Raises InputError for an address without sense.
+    """
+
+    async def ask(peer: str) -> Answered:
+        started = time.monotonic()
+        async with asyncio.timeout(2 * timeout_seconds):
+            site = await AgentSite.connect(peer, timeout_seconds, tls=tls)
+            await site.close()
+        return Answered(site.about.name, peer, site.about.busy, time.monotonic() - started)
+
+    answered: list[Answered] = []
+    silent: dict[str, str] = {}
+    found = await asyncio.gather(*(ask(peer) for peer in peers), return_exceptions=True)
+    for peer, each in zip(peers, found, strict=True):
+        if isinstance(each, Answered):
+            answered.append(each)
+        elif isinstance(each, (KVFerryError, TimeoutError)) and not isinstance(each, InputError):
+            silent[peer] = str(each) or f"no answer within {2 * timeout_seconds:g} s"
+        else:
+            raise each
+    return answered, silent
 
 
 async def examine(peers: Sequence[str] = (), *, tls: Identity | None = None) -> Examination:
