@@ -66,6 +66,7 @@ class FakeWorker:
         **options: Any,
     ) -> None:
         self.log: list[str] = []
+        self.ended = Results()
         self.block_size, self.num_blocks = block_size, num_blocks
         layout = packed_layout(block_size, num_blocks, rank)
         self.memory = np.zeros(layout.nbytes, np.uint8)
@@ -113,12 +114,21 @@ class FakeWorker:
         return found[0], found[1]
 
     def step(self, step: Step, finished: set[str] = frozenset()) -> Results:  # type: ignore[assignment]
-        """One step of vLLM's worker."""
+        """One step of vLLM's worker: what ended by now, which may be what this very step began.
+
+        It is also added to ``ended``, so that a test may wait for what a step before told.
+        """
         self.side.before_step(step)
         self.side.begin_pushes(step)
         self.side.begin_loads(step)
         self.side.begin_saves(step)
-        return self.side.collect(finished)
+        results = self.side.collect(finished)
+        self.ended.saved |= results.saved
+        self.ended.loaded |= results.loaded
+        self.ended.failed |= results.failed
+        self.ended.moves += results.moves
+        self.ended.errors += results.errors
+        return results
 
 
 def packed_layout(block_size: int, num_blocks: int, rank: int = 0) -> PoolLayout:
