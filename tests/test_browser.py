@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: make test-browser installs it")
 expect = sync_api.expect
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium"),
+]
 
 
 @pytest.fixture(scope="module")

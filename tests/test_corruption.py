@@ -97,6 +97,7 @@ def live(endpoint: Endpoint, blocks: BlockTable) -> bytes:
     return b"".join(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_single_fault_is_caught_before_commit(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, scheme: str

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from conftest import wait_until
+from kvferry.cli import run
 from kvferry.demo.records import Finished, Job
 from kvferry.demo.run import _result
 from kvferry.demo.stage import load_model
@@ -48,8 +49,15 @@ def kvferry(
     )
 
 
-@pytest.mark.parametrize("mode", ["push", "pull"])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "mode"),
+    [
+        ("shm", "pull"),
+        ("tcp", "push"),
+        pytest.param("shm", "push", marks=pytest.mark.slow),
+        pytest.param("tcp", "pull", marks=pytest.mark.slow),
+    ],
+)
 def test_identical_by_each_transport_and_mode(transport: str, mode: str) -> None:
     """Two processes continue as one does, between unlike pools; stdout is one JSON object."""
     done = kvferry(
@@ -74,6 +82,7 @@ def test_identical_by_each_transport_and_mode(transport: str, mode: str) -> None
 @pytest.mark.parametrize(
     ("tp", "decode_tp", "transport", "mode"), [(3, 1, "shm", "pull"), (1, 3, "tcp", "push")]
 )
+@pytest.mark.slow
 def test_identical_between_unlike_numbers_of_ranks(
     tp: int, decode_tp: int, transport: str, mode: str
 ) -> None:
@@ -108,6 +117,7 @@ SCHEMA = {
         (["--tp", "3", "--decode-tp", "1"], "shm", "pull"),
     ],
 )
+@pytest.mark.slow
 def test_identical_with_drafts_pending_and_a_grammar(
     options: list[str], transport: str, mode: str, tmp_path: Path
 ) -> None:
@@ -132,6 +142,7 @@ def test_identical_with_drafts_pending_and_a_grammar(
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_identical_over_encrypted_tcp() -> None:
     """``--tls``: the same, carried sealed, with identities that are gone afterwards."""
     done = kvferry(
@@ -145,6 +156,7 @@ def test_identical_over_encrypted_tcp() -> None:
     assert result["transport_used"] == "tcp"
 
 
+@pytest.mark.slow
 def test_encryption_without_its_library_is_one_line(tmp_path: Path) -> None:
     """It names the install; the same demo without encryption does not need it."""
     (tmp_path / "cryptography.py").write_text("raise ImportError('not installed')\n")
@@ -196,6 +208,7 @@ def converting(*arguments: str, dtype: str = "float32") -> tuple[int, dict[str, 
         ("bfloat16", ["--transport", "tcp"], 2, ""),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_identical_through_exact_conversions(
     dtype: str, arguments: list[str], itemsize: int, conversion: str
 ) -> None:
@@ -210,6 +223,7 @@ def test_identical_through_exact_conversions(
     assert err == ""
 
 
+@pytest.mark.slow
 def test_rounding_is_refused_unless_it_is_allowed() -> None:
     """float32 to bfloat16: one line that names the field; with --allow-lossy it runs, and is told."""
     status, result, err = converting("--decode-dtype", "bfloat16")
@@ -223,6 +237,7 @@ def test_rounding_is_refused_unless_it_is_allowed() -> None:
     assert result["payload_bytes"] == result["prompt_tokens"] * 4 * 2 * 2 * 16 * 2
 
 
+@pytest.mark.slow
 def test_a_wire_format_is_smaller_and_said() -> None:
     """int8: a byte a value and a scale a (block, head), recorded with its bound."""
     status, result, err = converting("--wire-format", "int8", "--mode", "push")
@@ -314,17 +329,26 @@ def test_a_continuation_that_differs_is_not_called_identical(tmp_path: Path) -> 
         (["--frobnicate"], "frobnicate"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], named: str) -> None:
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], nothing_left: None, arguments: list[str], named: str
+) -> None:
     """Bad input: exit 2, one line on stderr that names the option, nothing on stdout, no process left."""
     model = [] if "--model" in arguments else ["--model", "tiny"]
-    done = kvferry("demo", *model, *arguments)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert named in done.stderr
+    assert run(["demo", *model, *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    assert named in said.err
+
+
+def test_bad_input_of_the_command_is_one_line() -> None:
+    """The same by the command itself, in a process of its own."""
+    done = kvferry("demo", "--model", "tiny", "--tokens", "0")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.slow
 def test_a_killed_worker_is_an_error_and_leaves_nothing(role: str) -> None:
     """A worker is killed while it works: exit 1 with one line that says which, and no process stays."""
     demo = subprocess.Popen(
@@ -383,6 +407,7 @@ def test_help_needs_no_extra(arguments: list[str], tmp_path: Path) -> None:
     assert "kvferry" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_the_weights_the_demo_says_so(tmp_path: Path) -> None:
     """Where gguf is missing, the demo runs on random weights and says what to install."""
     (tmp_path / "gguf.py").write_text("raise ImportError('not installed')\n")

@@ -45,7 +45,15 @@ def results(
     wait_until(lambda: not held_by_this_process() - before, 5.0, lambda: held_by_this_process() - before)
 
 
-@pytest.mark.parametrize("case", chosen(), ids=str)
+def params() -> list[object]:
+    """The chosen cases, of which `make test` plays every sixth."""
+    return [
+        pytest.param(case, id=str(case), marks=[] if number % 6 == 0 else [pytest.mark.slow])
+        for number, case in enumerate(chosen())
+    ]
+
+
+@pytest.mark.parametrize("case", params())
 def test_the_survivor_of_a_fault(results: dict[Case, Future[Result]], case: Case) -> None:
     """The right error in time, nothing held, the next request served, and never a wrong token."""
     results[case].result()

@@ -39,6 +39,7 @@ os._exit(0)
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 @pytest.mark.parametrize("where", ["process", "threads"])
+@pytest.mark.slow
 def test_a_handoff_goes_on_when_nothing_can_be_logged(where: str) -> None:
     """With logs and stderr of both processes at a full disk, bytes arrive and every hold ends."""
     with open("/dev/full", "w") as full:

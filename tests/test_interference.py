@@ -191,6 +191,7 @@ def test_prompts_never_begin_alike_and_lengths_are_three_or_more() -> None:
 
 
 @pytest.mark.skip(reason="needs a quiet machine: beside other tests the tokens come in one burst")
+@pytest.mark.slow
 def test_a_real_server_is_measured_and_its_profile_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

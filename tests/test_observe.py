@@ -142,6 +142,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert asked <= suffixed
 
 
+@pytest.mark.slow
 def test_a_trace_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Complete events in microseconds, one after the other; what cannot be written is one line."""
     path = tmp_path / "trace.json"

@@ -40,6 +40,9 @@ print(total, found, flush=True)
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Namespaces]:
     with Namespaces(2) as namespaces:

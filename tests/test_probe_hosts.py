@@ -18,11 +18,11 @@ from kvferry.testing.namespaces import Namespaces
 from kvferry.transport.certificates import init_authority, issue
 from probe_kit import agent_options, agents, children, namespaces, probe, probing
 
+pytestmark = pytest.mark.slow
 # Few and small copies: the links are what is slow here, and two cores run all of it.
 SMALL = ("--mode", "pull", "--repeat", "2", "--seconds", "200", "--json")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_eight_hosts_the_slow_the_cut_and_the_dead_are_named(tmp_path: Path) -> None:
     """56 ordered pairs: one node is slow to all, one pair is cut, one agent dies; the rest is measured."""
@@ -61,7 +61,6 @@ def test_eight_hosts_the_slow_the_cut_and_the_dead_are_named(tmp_path: Path) -> 
             assert pair.fit(Mode.PULL).at_least(256 << 10, 8) > 0.15
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_asymmetric_pair_has_two_rates() -> None:
     """Each direction is its own pair; the larger rate is of the direction that has it."""
@@ -82,7 +81,6 @@ def test_an_asymmetric_pair_has_two_rates() -> None:
     assert shares["n1"] > 2 * shares["n0"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_real_proxy_between_two_hosts_is_measured_and_named(tmp_path: Path) -> None:
     """Data goes through stunnel and nowhere else; the profile says so, and bytes are those that were sent."""

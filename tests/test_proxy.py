@@ -86,6 +86,7 @@ def test_unseeded_sampling_is_handed_over_whole(workers: tuple[Server, Server], 
     empty(*workers)
 
 
+@pytest.mark.slow
 def test_pushes_and_the_plain_way_write_the_same(workers: tuple[Server, Server]) -> None:
     """Decode reserves and prefill pushes; decode samples the first token where prefill may not give it."""
     prefill, decode = workers
@@ -131,6 +132,7 @@ def test_a_client_that_leaves_frees_both_workers(workers: tuple[Server, Server],
     assert all(worker["requests"] == 0 for worker in front.health()["prefill"] + front.health()["decode"])
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_streams_ends_them_with_an_error(workers: tuple[Server, Server]) -> None:
     """A second one does not wait: client, proxy and server are told, in order; no traceback, exit 0."""
     prefill, _ = workers
@@ -184,6 +186,7 @@ def stub(
         server.server_close()
 
 
+@pytest.mark.slow
 def test_another_engine_is_asked_by_the_contract_and_no_more() -> None:
     """The keys of docs/proxy.md to prefill, prefill's object unchanged to decode, its token not given out;
     a prompt that prefill would not hand over is computed by decode, and the answer says why."""
@@ -215,6 +218,7 @@ def test_another_engine_is_asked_by_the_contract_and_no_more() -> None:
     assert d[1] == [body | {"kv_transfer_params": given}, body, body]
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_not_streamed_may_be_silent_for_longer() -> None:
     """--silence-seconds is for streams; past --answer-seconds nobody is blamed and nothing asked again."""
     whole = {"choices": [{"index": 0, "text": "Bcd", "finish_reason": "stop"}], "id": "x"}
@@ -232,6 +236,7 @@ def test_an_answer_that_is_not_streamed_may_be_silent_for_longer() -> None:
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.slow
 def test_what_decode_refuses_is_a_400_before_a_token_is_out(mode: str) -> None:
     """Fields that prefill does not see, and a length that only decode's smaller pool cannot hold: for whole
     answers and streams decode's own 400 comes back, and prefill holds nothing (the lease has 10 minutes)."""
@@ -253,6 +258,7 @@ def test_what_decode_refuses_is_a_400_before_a_token_is_out(mode: str) -> None:
         empty(prefill, decode)
 
 
+@pytest.mark.slow
 def test_what_decode_does_not_take_is_given_back_at_prefill() -> None:
     """Decode refuses without a look at the ticket: prefill's blocks do not wait for the lease."""
     patient = Server(*KV[:2], "--lease-seconds", "600", "--name", "p")
@@ -321,6 +327,7 @@ def relay(target: Server, before_answer: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.slow
 def test_a_prefill_worker_that_dies_with_the_ticket(workers: tuple[Server, Server], stream: bool) -> None:
     """Its answer is out, its KV is gone: another prefill worker, or decode alone, writes the same text."""
     prefill, decode = workers
@@ -336,6 +343,7 @@ def test_a_prefill_worker_that_dies_with_the_ticket(workers: tuple[Server, Serve
     empty(*workers)
 
 
+@pytest.mark.slow
 def test_all_prefill_workers_gone_by_policy(workers: tuple[Server, Server]) -> None:
     """decode: it computes alone, and the answer says so; fail: 502 with the reason, nothing hangs."""
     _, decode = workers
@@ -351,6 +359,7 @@ def test_all_prefill_workers_gone_by_policy(workers: tuple[Server, Server]) -> N
     decode.wait_empty()
 
 
+@pytest.mark.slow
 def test_workers_of_a_file_come_and_go_without_a_restart(
     workers: tuple[Server, Server], tmp_path: Path
 ) -> None:
@@ -381,6 +390,7 @@ def test_workers_of_a_file_come_and_go_without_a_restart(
     empty(*workers)
 
 
+@pytest.mark.slow
 def test_a_decode_worker_that_dies_in_the_middle(workers: tuple[Server, Server]) -> None:
     """A seeded stream goes on at another one, each character once; an unseeded one ends with an error."""
     prefill, decode = workers
@@ -436,6 +446,7 @@ def test_bodies_that_are_none(front: Server) -> None:
         assert front.client.post("/v1/completions", content=raw).status_code == 400
 
 
+@pytest.mark.slow
 def test_the_demo_serves_until_ctrl_c_and_leaves_nobody() -> None:
     """Prefill, decode and proxy by one command; the request of its curl line is answered; nobody is left."""
     with Server(

@@ -53,6 +53,7 @@ def make(
 
 @pytest.mark.slow
 @needs_weights
+@pytest.mark.slow
 def test_logits_are_those_of_transformers(model: Model) -> None:
     """Within 1e-3 of float32 logits that reach 20, at four positions; how they were made is beside them."""
     engine = make(model)
@@ -70,6 +71,7 @@ def test_logits_are_those_of_transformers(model: Model) -> None:
 @pytest.mark.slow
 @needs_weights
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.slow
 def test_the_greedy_continuation_is_that_of_transformers(model: Model, dtype: str) -> None:
     """32 tokens, one by one, from a paged pool, also where K and V are stored in half precision."""
     engine = make(model, dtype=dtype)
@@ -79,6 +81,7 @@ def test_the_greedy_continuation_is_that_of_transformers(model: Model, dtype: st
 
 @pytest.mark.slow
 @needs_weights
+@pytest.mark.slow
 def test_the_tokenizer_is_that_of_transformers(model: Model) -> None:
     """Digits alone, specials by name, multi-byte characters: the ids that the other implementation made."""
     assert model.tokenizer.encode(GOLDEN["prompt"]) == GOLDEN["prompt_ids"]
@@ -90,6 +93,7 @@ def test_the_tokenizer_is_that_of_transformers(model: Model) -> None:
 
 @pytest.mark.slow
 @needs_weights
+@pytest.mark.slow
 def test_pieces_of_text_join_to_what_the_tokenizer_decodes(model: Model) -> None:
     """Token by token equals the library's decode of all, for characters that take several tokens too."""
     text = "naïve café 日本語 🙂🙃 ½ 12,345\n\tend — “quoted”"
@@ -106,6 +110,7 @@ def test_pieces_of_text_join_to_what_the_tokenizer_decodes(model: Model) -> None
 
 @pytest.mark.slow
 @needs_weights
+@pytest.mark.slow
 def test_a_real_request_goes_on_bit_by_bit(model: Model) -> None:
     """Greedy, sampled and penalised requests move together into another layout while one runs there."""
     source, target = make(model), make(model, 32, "HND")

@@ -240,7 +240,9 @@ def test_nobody_on_the_way_sees_the_bytes(proxied: tuple[TransportPair, Tamperin
         assert needle not in seen
 
 
-@pytest.mark.parametrize("tamper", ["flip", "drop", "repeat", "swap"])
+@pytest.mark.parametrize(
+    "tamper", ["flip", *(pytest.param(each, marks=pytest.mark.slow) for each in ("drop", "repeat", "swap"))]
+)
 @pytest.mark.parametrize("direction", Direction)
 def test_what_is_changed_on_the_way_never_reaches_the_pool(
     proxied: tuple[TransportPair, TamperingProxy], tamper: str, direction: Direction

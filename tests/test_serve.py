@@ -133,6 +133,7 @@ def test_tickets_that_do_not_fit_are_refused(pair: tuple[Server, Server]) -> Non
     decode.wait_empty()
 
 
+@pytest.mark.slow
 def test_a_request_that_ends_with_its_first_token_is_not_handed_over(pair: tuple[Server, Server]) -> None:
     """Prefill says stop, gives no ticket, holds nothing."""
     prefill, _ = pair
@@ -145,6 +146,7 @@ def test_a_request_that_ends_with_its_first_token_is_not_handed_over(pair: tuple
     prefill.wait_empty()
 
 
+@pytest.mark.slow
 def test_what_waits_is_bounded_and_comes_back() -> None:
     """One place: the second waits, the third is told 429; offers and reservations end with their lease."""
     options = ("--kv", "tcp://127.0.0.1:0", "--max-running", "1", "--max-waiting", "1")
@@ -179,6 +181,7 @@ def test_what_waits_is_bounded_and_comes_back() -> None:
         server.wait_empty()
 
 
+@pytest.mark.slow
 def test_a_dead_prefill_worker_is_an_error_at_decode_and_nothing_more(pair: tuple[Server, Server]) -> None:
     """Killed with its offer: decode says so in its own time and serves on."""
     _, decode = pair
@@ -192,6 +195,7 @@ def test_a_dead_prefill_worker_is_an_error_at_decode_and_nothing_more(pair: tupl
     decode.complete(asked())
 
 
+@pytest.mark.slow
 def test_an_offer_whose_answer_nobody_read_is_taken_back() -> None:
     """The client left as prefill answered: its blocks do not wait for the end of the lease."""
     options = ServeOptions(kv="tcp://127.0.0.1:0", model="tiny", pool_tokens=1024, lease_seconds=600.0)
@@ -218,6 +222,7 @@ def test_an_offer_whose_answer_nobody_read_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize("older", [None, 3, 9])
+@pytest.mark.slow
 def test_max_completion_tokens_counts_before_max_tokens(older: int | None) -> None:
     """At the server and at the proxy, for a chat; a completion knows max_tokens only."""
     body = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 5, "max_tokens": older}
@@ -286,6 +291,7 @@ def test_bad_options_are_one_line_and_exit_2(
 
 
 @pytest.mark.parametrize("verb", ["serve", "proxy", "interference", "agent"])
+@pytest.mark.slow
 def test_without_the_extra_one_line_says_what_to_install(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +322,7 @@ def test_without_the_extra_one_line_says_what_to_install(
 
 
 @pytest.mark.parametrize("verb", ["serve --model tiny", "proxy --prefill http://a:1 --decode http://b:1"])
+@pytest.mark.slow
 def test_a_stdout_that_takes_nothing_ends_it_in_one_line(verb: str) -> None:
     command = f"exec {sys.executable} -m kvferry {verb} --listen 127.0.0.1:0 >/dev/full"
     done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
@@ -323,6 +330,7 @@ def test_a_stdout_that_takes_nothing_ends_it_in_one_line(verb: str) -> None:
     assert done.stderr == "kvferry: stdout: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_an_address_in_use_is_exit_1_and_ctrl_c_exit_0() -> None:
     with Server() as server:
         port = server.url.rsplit(":", 1)[1]

@@ -39,41 +39,41 @@ def _renew(lease_seconds: Any) -> Wrong:
     return "prefill", "renew", {"lease_seconds": lease_seconds}
 
 
+WRONG = [
+    _offer(tokens=37.5),
+    _offer(tokens="37"),
+    _offer(tokens=-1),
+    _offer(tokens=2**70),
+    _offer(request_id=7),
+    _offer(request_id="\ud800"),
+    _offer(lease_seconds="5"),
+    _pull(transport=3),
+    _pull(timeout_seconds=math.nan),
+    _pull(have=5),
+    _pull(ticket="ticket"),
+    _renew(math.nan),
+    _renew(-5),
+    _renew(1e9),
+    ("decode", "reserve", {"request_id": "a", "tokens": 3.5, "tables": DST}),
+    ("prefill", "outcome", {"ticket": 5}),
+]
+
+
 @pytest.mark.parametrize("process", [False, True])
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        _offer(tokens=37.5),
-        _offer(tokens="37"),
-        _offer(tokens=-1),
-        _offer(tokens=2**70),
-        _offer(request_id=7),
-        _offer(request_id="\ud800"),
-        _offer(lease_seconds="5"),
-        _pull(transport=3),
-        _pull(timeout_seconds=math.nan),
-        _pull(have=5),
-        _pull(ticket="ticket"),
-        _renew(math.nan),
-        _renew(-5),
-        _renew(1e9),
-        ("decode", "reserve", {"request_id": "a", "tokens": 3.5, "tables": DST}),
-        ("prefill", "outcome", {"ticket": 5}),
-    ],
-    ids=lambda wrong: wrong[1] if isinstance(wrong, tuple) else None,
-)
-def test_a_wrong_argument_is_told_and_changes_nothing(opened: Opened, wrong: Wrong, process: bool) -> None:
+def test_a_wrong_argument_is_told_and_changes_nothing(opened: Opened, process: bool) -> None:
     """InputError at the call; the offer and the reservation made before go on as if it had not been."""
     prefill = opened(layout(8), unique_address("shm"), process=process)
     decode = opened(layout(8), unique_address("shm"), process=process)
     fill_random(prefill.pool, 1)
     offer = prefill.offer(None, SRC, tokens=TOKENS, request_id="r")
     held = decode.reserve("s", TOKENS, table(8, 4))
-    side, method, arguments = wrong
-    if method in ("pull", "renew"):
-        arguments = {"ticket": offer} | arguments
-    with pytest.raises(InputError):
-        getattr(prefill if side == "prefill" else decode, method)(**arguments)
+    for side, method, wrong in WRONG:
+        arguments = {"ticket": offer} | wrong if method in ("pull", "renew") else wrong
+        try:
+            getattr(prefill if side == "prefill" else decode, method)(**arguments)
+        except InputError:
+            continue
+        pytest.fail(f"{side}.{method} took {wrong}")
     with pytest.raises(InputError):
         prefill.push(held, SRC, tokens=[37])  # type: ignore[arg-type]
     arrived = decode.pull(offer, DST)

@@ -151,6 +151,7 @@ def test_values_arrive_as_a_loop_makes_them(sides: Any, pair: str, scheme: str, 
 
 
 @pytest.mark.parametrize(("scheme", "mode"), [("shm", Mode.PUSH), ("tcp", Mode.PULL)])
+@pytest.mark.slow
 def test_by_transfer_processes(sides: Any, scheme: str, mode: Mode) -> None:
     """The same with each node in a process of its own, which maps the staging too."""
     prefill, decode, case, wanted = sides("narrow", scheme, process=True)
@@ -417,6 +418,7 @@ def test_whatever_ends_it_while_a_window_is_packed(sides: Any, mode: Mode, end: 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.slow
 def test_a_peer_that_dies_or_freezes_between_two_windows(
     opened: Opened, victim: str, mode: Mode, number: signal.Signals
 ) -> None:

@@ -100,6 +100,7 @@ def test_the_engine_of_a_frozen_transfer_process_is_told_and_asks_again(
     move.started()
 
 
+@pytest.mark.slow
 def test_closing_an_endpoint_ends_its_frozen_transfer_process(
     opened: Opened, freeze: Callable[[Endpoint], None]
 ) -> None:
@@ -129,6 +130,7 @@ def test_calls_after_the_transfer_process_died_say_so(opened: Opened) -> None:
         assert caught.value.next_step
 
 
+@pytest.mark.slow
 def test_prefill_without_its_transfer_process_is_in_doubt(opened: Opened) -> None:
     """With the node of an offer dies what it knew of decode; with that of a pull does not."""
     for process_of in ("prefill", "decode"):

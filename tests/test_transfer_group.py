@@ -238,12 +238,20 @@ def hand_over_all(opened: Opened, scheme: str, splits: Sequence[tuple[int, int]]
     wait_until(lambda: all(worker.is_idle for worker in [*sources, *targets]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_heads_split_into_any_other_number(opened: Opened, scheme: str) -> None:
     """TP 1, 2, 3, 4, 8 into each other: every row arrives, no other byte does, and each crosses once."""
     hand_over_all(opened, scheme, [(tp, 1) for tp in (1, 2, 3, 4, 8)])
 
 
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_two_ranks_and_three(opened: Opened, scheme: str) -> None:
+    """TP 2 to 3 heads apart, and back: one of the pairs of the test above."""
+    hand_over_all(opened, scheme, [(2, 1), (3, 1)])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_layers_split_into_any_other_number(opened: Opened, scheme: str) -> None:
     """PP 1, 2, 3 into each other, alone and with TP: stages that lack a layer group too."""
@@ -364,6 +372,7 @@ def test_a_rank_of_decode_that_is_gone(opened: Opened) -> None:
 
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.slow
 def test_a_rank_whose_transfer_process_is_killed_or_frozen(
     opened: Opened, mode: Mode, signal_number: signal.Signals
 ) -> None:
