@@ -26,7 +26,7 @@ demo: $(VENV)/installed
 # One BLAS thread a process: threads that spin for each other's cores make small models ten times slower.
 test: export OPENBLAS_NUM_THREADS = 1
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n 4 --dist loadgroup -m 'not slow'
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not slow'
 
 # The long ones: whole matrices of faults and conversions, several hosts, servers that die, the real weights.
 test-slow: export OPENBLAS_NUM_THREADS = 1

@@ -60,6 +60,7 @@ def figures_of(text: str) -> list[dict[str, Any]]:
     return figures
 
 
+@pytest.mark.slow
 def test_all_kinds_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each file has its charts, each chart its table; names are text; nothing is fetched; under 6 MB."""
     files = write_all(tmp_path)

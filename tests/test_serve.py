@@ -62,6 +62,7 @@ def hand_over(prefill: Server, decode: Server, body: dict[str, Any], *, push: bo
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.slow
 def test_two_workers_write_what_one_does(pair: tuple[Server, Server], sampling: dict[str, Any]) -> None:
     """Pulled and pushed, the first token from either, between unlike blocks: the text is one server's."""
     prefill, decode = pair
@@ -74,6 +75,7 @@ def test_two_workers_write_what_one_does(pair: tuple[Server, Server], sampling: 
     decode.wait_empty()
 
 
+@pytest.mark.slow
 def test_streams_say_what_answers_say_and_batches_change_nothing(pair: tuple[Server, Server]) -> None:
     """Twelve requests at once, completions and chat, streamed: each is what it is alone; usage adds up."""
     _, server = pair
@@ -101,6 +103,7 @@ def test_streams_say_what_answers_say_and_batches_change_nothing(pair: tuple[Ser
     server.wait_empty()
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_frees_everything(pair: tuple[Server, Server]) -> None:
     """In the middle of a stream, and while a whole answer is computed."""
     _, server = pair
@@ -114,6 +117,7 @@ def test_a_client_that_leaves_frees_everything(pair: tuple[Server, Server]) -> N
     server.wait_empty()
 
 
+@pytest.mark.slow
 def test_tickets_that_do_not_fit_are_refused(pair: tuple[Server, Server]) -> None:
     """Of another prompt, other sampling, no ticket at all, used twice: an error, and nothing is held."""
     prefill, decode = pair
@@ -257,6 +261,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow
 def test_a_bad_body_is_refused_by_the_name_of_its_field(pair: tuple[Server, Server]) -> None:
     """400, OpenAI's error object, nothing held."""
     _, server = pair
