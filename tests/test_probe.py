@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -11,11 +12,15 @@ from kvferry.cli import run
 from kvferry.cli.probe import PayloadFlags
 from kvferry.cli.probe_payload import wanted_payloads
 from kvferry.errors import CorruptError, InputError
-from kvferry.link import Mode, load_links
+from kvferry.link import Mode, decode_links, encode_links, load_links
 from kvferry.model import load_shape
-from kvferry.probe import LoopbackPair, Payload
+from kvferry.probe import LocalSite, LoopbackPair, Payload, ProbePlan, probe_loopback
+from kvferry.probe import run as probe_run
+from kvferry.probe.plan import MAX_NODES, passes_of
 from kvferry.size import kv_size
 from probe_kit import probe
+
+SMALL = Payload(256 << 10, 16 << 10)
 
 
 @pytest.mark.parametrize(("nbytes", "block"), [(100, 64), (1 << 40, 64), (4096, 63), (4096, 66), (4096, 0)])
@@ -132,3 +137,23 @@ def test_the_payloads_of_a_trace_are_its_quantiles(tmp_path: Path) -> None:
     wanted = wanted_payloads(PayloadFlags(model="shape:4x2x64", prompt_lengths=trace))
     assert [named.name for named in wanted.named] == ["p50: 51 tokens", "p95: 96 tokens", "p99: 100 tokens"]
     assert wanted.largest == wanted.named[-1].payload
+
+
+def test_a_probe_of_many_pairs_keeps_their_fits_and_not_each_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else 34 nodes write a link file that no verb reads; a note says so, and the file is read back."""
+    plan = ProbePlan(largest=SMALL, transports=("shm",), modes=(Mode.PULL,), repeats=2)
+    for most, kept in ((1, True), (0, False)):
+        monkeypatch.setattr(probe_run, "FLOWS_WITH_SAMPLES", most)
+        result = asyncio.run(probe_loopback(plan, lambda _progress: None))
+        (pair,) = result.links.pairs
+        assert pair.fits[0].fit.samples > 0
+        assert bool(pair.samples) is kept
+        assert any("and not each copy" in note for note in result.notes) is not kept
+        assert decode_links(encode_links(result.links)) == result.links
+
+
+def test_more_nodes_than_one_probe_can_carry_are_refused_with_what_to_do() -> None:
+    """Before anything is opened at any of them."""
+    plan = ProbePlan(largest=SMALL, transports=("tcp",))
+    with pytest.raises(InputError, match=f"{MAX_NODES + 1} nodes, one probe takes at most {MAX_NODES}"):
+        passes_of([LocalSite("one", 1)] * (MAX_NODES + 1), plan)

@@ -15,8 +15,8 @@ from kvferry.link.profile import FORMAT, VERSION, LinkFile
 
 __all__ = ["MAX_LINKS_NBYTES", "decode_links", "encode_links", "load_links"]
 
-MAX_LINKS_NBYTES = 64 << 20
-"""All pairs of 8 nodes with 1,000 samples each take 6 MB; of 250 nodes without samples, 60 MB."""
+MAX_LINKS_NBYTES = 256 << 20
+"""All pairs of 8 nodes with 1,000 samples each take 6 MB; of 256 nodes without samples, 140 MB."""
 
 _WIDTH = 160
 """The longest sample fits: one sample is one line."""

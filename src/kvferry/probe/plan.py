@@ -14,10 +14,12 @@ from kvferry.probe.schedule import Stage, incast_stages, pair_stages
 from kvferry.probe.site import Site
 from kvferry.transport.security import Plain
 
-__all__ = ["STAGE_SECONDS", "ProbePlan", "link_class", "names_of", "passes_of"]
+__all__ = ["MAX_NODES", "STAGE_SECONDS", "ProbePlan", "link_class", "names_of", "passes_of"]
 
 #: Seconds of a stage where nobody says how long the whole may take.
 STAGE_SECONDS = 6.0
+#: Beyond it all pairs take longer than agents wait, and one process cannot carry their words.
+MAX_NODES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,11 @@ def passes_of(sites: Sequence[Site], plan: ProbePlan) -> list[tuple[bool, list[S
     """Whether tcp is encrypted, and the stages of that; what is no tcp is in the first pass only."""
     if len(sites) < 2:
         raise InputError(f"peers: {len(sites)} given; a pair needs two")
+    if len(sites) > MAX_NODES:
+        raise InputError(
+            f"peers: {len(sites)} nodes, one probe takes at most {MAX_NODES}; probe each zone, and one node "
+            "of every zone, and join the files with `kvferry link merge` (docs/scale.md)"
+        )
     for one, other in itertools.combinations(sites, 2):
         if one.about.incarnation == other.about.incarnation:
             raise InputError(f"peers: {one.address} and {other.address} are the same agent")

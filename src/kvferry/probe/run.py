@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.errors import KVFerryError, NoPlanError
+from kvferry.errors import KVFerryError, LocalError, NoPlanError
 from kvferry.link import (
     ConditionFit,
     Conditions,
@@ -27,10 +27,12 @@ from kvferry.probe.schedule import Group, Stage
 from kvferry.probe.site import OPEN_SECONDS, Site, close_all
 from kvferry.probe.sweep import Flow, Limits, sweep
 
-__all__ = ["Failure", "ProbeResult", "Progress", "probe_sites"]
+__all__ = ["FLOWS_WITH_SAMPLES", "Failure", "ProbeResult", "Progress", "probe_sites"]
 
 # A probe outlives its time at the nodes: opening the others, and the last copies, come on top.
 GRACE_SECONDS = 120.0
+# A pair's copies in one direction and mode take some 30 KB of a link file, their fit 1 KB (docs/scale.md).
+FLOWS_WITH_SAMPLES = 1024
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, rename={"from_node": "from", "to_node": "to"}):
@@ -88,6 +90,8 @@ class _Run:
         self._payloads = sizes_up_to(plan.largest)
         self._passes = passes_of(sites, plan)
         self._count = sum(len(stages) for _, stages in self._passes)
+        flows = sum(len(group.pairs) for _, stages in self._passes for stage in stages for group in stage)
+        self._keeps_samples = flows <= FLOWS_WITH_SAMPLES
         self._flows: list[Flow] = []
         self._connected: set[tuple[str, str, str]] = set()
 
@@ -164,6 +168,14 @@ class _Run:
         if group.incast > 1 and len(able) < len(flows):
             able = []
         await sweep(able, self._payloads, limits, on_visit, all_or_none=group.incast > 1)
+        for flow in flows:
+            try:
+                flow.fit = _fit(flow)
+            except KVFerryError as error:
+                flow.error = error
+            if not self._keeps_samples:
+                flow.samples.clear()
+                flow.seconds.clear()
 
     def _flow(self, group: Group, number: int, *, tls: bool) -> Flow:
         source, target = (self._sites[node] for node in group.pairs[number])
@@ -212,24 +224,29 @@ class _Run:
         for (source, target, transport), flows in by_pair.items():
             fits, samples = [], []
             for flow in flows:
-                try:
-                    fits.append(_fit(flow))
+                if flow.error is None and flow.fit is not None:
+                    fits.append(flow.fit)
                     samples += flow.samples
-                except KVFerryError as error:
-                    failures.append(
-                        Failure(
-                            from_node=source,
-                            to_node=target,
-                            transport=transport,
-                            conditions=str(flow.conditions),
-                            kind=error.kind,
-                            reason=str(error),
-                        )
-                    )
+                    notes += _notes(source, target, flow)
                     continue
-                notes += _notes(source, target, flow)
+                error = flow.error or LocalError("it was not measured")
+                failures.append(
+                    Failure(
+                        from_node=source,
+                        to_node=target,
+                        transport=transport,
+                        conditions=str(flow.conditions),
+                        kind=error.kind,
+                        reason=str(error),
+                    )
+                )
             if fits:
                 profiles.append(self._profile((source, target, transport), flows, fits, samples, now))
+        if not self._keeps_samples:
+            notes.append(
+                f"{len(self._flows)} measurements, more than {FLOWS_WITH_SAMPLES}: their fits are kept, and "
+                "not each copy"
+            )
         links = LinkFile(nodes=tuple(self._nodes()), pairs=tuple(profiles))
         return ProbeResult(links, failures, notes)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from kvferry.errors import KVFerryError, PeerError
-from kvferry.link import Conditions, Mode, Sample
+from kvferry.link import ConditionFit, Conditions, Mode, Sample
 from kvferry.probe import words as w
 from kvferry.probe.node import Copied
 from kvferry.probe.payload import Payload
@@ -51,6 +51,7 @@ class Flow:
     samples: list[Sample] = field(default_factory=list)
     seconds: dict[Payload, list[float]] = field(default_factory=dict)
     skipped: list[Payload] = field(default_factory=list)
+    fit: ConditionFit | None = None
     path: str = ""
     first_contact_seconds: float | None = None
     error: KVFerryError | None = None
