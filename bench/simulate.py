@@ -19,12 +19,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvferry.model import load_shape
-from kvferry.plan.fleet import Fleet, Instance, Role, Spot, TierCost
+from kvferry.plan.fleet import Fleet, Instance, Role, Spot
 from kvferry.plan.payload import PayloadTable, PoolFormat
 from kvferry.plan.public_profiles import public_profile
 from kvferry.plan.route import Policy
 from kvferry.plan.sim_metrics import Targets
 from kvferry.plan.simulate import simulate
+from kvferry.plan.tier import TierCost
 from kvferry.plan.trace import TraceRow
 
 REQUESTS = 200_000
@@ -40,7 +41,7 @@ def fleet() -> Fleet:
         for role in (Role.PREFILL, Role.DECODE)
         for n in range(8)
     ]
-    tiers = (TierCost(1e-5, 1e-6, 300e9), TierCost(1e-3, 2e-6, 47e9))
+    tiers = (TierCost.typed(1e-5, 1e-6, 300e9), TierCost.typed(1e-3, 2e-6, 47e9))
     return Fleet(tuple(instances), tiers, node_rate=100e9)
 
 

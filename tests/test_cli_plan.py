@@ -23,7 +23,17 @@ FEW = (
 CANDIDATE = {
     *("number", "name", "kind", "prefill", "decode", "gpus", "goodput", "goodput_per_gpu", "bound_per_gpu"),
     *("slo_attainment", "ttft_attainment", "tpot_attainment", "ttft", "tpot", "link_utilisation", "traffic"),
-    *("limit", "is_measured", "note", "slack", "exposed_p95_seconds"),
+    *(
+        "gpus_needed",
+        "units_needed",
+        "units_possible",
+        "carries",
+        "limit",
+        "is_measured",
+        "note",
+        "slack",
+        "exposed_p95_seconds",
+    ),
 }
 
 
@@ -54,8 +64,10 @@ def test_json_has_the_promised_keys(few: Path, capsys: pytest.CaptureFixture[str
     found = json.loads(printed)
     assert printed.count("\n") == 1
     assert set(found) >= {"candidates", "choice", "reason", "is_promise", "placement", "drift"}
-    rates = [candidate["goodput_per_gpu"] or 0.0 for candidate in found["candidates"]]
-    assert rates == sorted(rates, reverse=True)
+    carrying = [candidate for candidate in found["candidates"] if candidate["carries"]]
+    assert carrying == found["candidates"][: len(carrying)]
+    gpus = [candidate["gpus_needed"] for candidate in carrying]
+    assert gpus == sorted(gpus)
     for candidate in found["candidates"]:
         assert set(candidate) >= CANDIDATE
     chosen = next(c for c in found["candidates"] if c["number"] == found["choice"])

@@ -14,20 +14,22 @@ from msgspec.structs import replace
 from kvferry.errors import NoPlanError
 from kvferry.link.load import load_links
 from kvferry.plan.candidate import Kind
-from kvferry.plan.choose import PlanOptions, PlanResult, demand_of, make_plan
+from kvferry.plan.choose import PlanResult, demand_of, make_plan
 from kvferry.plan.cluster import Cluster, build_cluster
 from kvferry.plan.cluster_file import parse_cluster
 from kvferry.plan.compute import DecodeLaw, PrefillLaw
 from kvferry.plan.explain_plan import explain_plan
-from kvferry.plan.fleet import EngineRules, Fleet, Instance, Role, Spot, TierCost
-from kvferry.plan.goodput import find_goodput, rows_at_rate
+from kvferry.plan.fleet import EngineRules, Fleet, Instance, Role, Spot
+from kvferry.plan.goodput import at_rate, find_goodput, rows_at_rate
 from kvferry.plan.interference import MixedStep
+from kvferry.plan.judge import PlanOptions
 from kvferry.plan.payload import PayloadTable, PoolFormat
 from kvferry.plan.public_profiles import public_profile
 from kvferry.plan.queue import empirical_waits
 from kvferry.plan.reason import break_even_tokens
 from kvferry.plan.route import Policy
 from kvferry.plan.sim_metrics import Targets
+from kvferry.plan.tier import TierCost
 from kvferry.plan.trace import TraceRow, read_trace
 from plan_kit import LLAMA_70B, profile, traces
 
@@ -66,9 +68,8 @@ def cluster(text: str = CLUSTER, *, payload_tokens: int = 2000) -> Cluster:
 
 
 @cache
-def planned(text: str = CLUSTER, prompt: int = 1200, output: int = 60, **changes: object) -> PlanResult:
-    rows = [TraceRow(None, prompt, output)] * 2000
-    return make_plan(cluster(text), rows, 10.0, replace(OPTIONS, **changes))
+def planned(text: str = CLUSTER, rate: float = 10.0) -> PlanResult:
+    return make_plan(cluster(text), [TraceRow(None, 1200, 60)] * 2000, rate, OPTIONS)
 
 
 # --- Goodput ---------------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ FLEET = Fleet(
         Instance("prefill-0", Role.PREFILL, profile(), Spot("a", "a")),
         Instance("decode-0", Role.DECODE, profile(), Spot("b", "b")),
     ),
-    tiers=(TierCost(bytes_per_second=100e9),),
+    tiers=(TierCost.typed(bytes_per_second=100e9),),
 )
 
 
@@ -167,8 +168,76 @@ def test_a_plan_has_all_kinds_and_says_why() -> None:
         "Interference was not measured",
     ):
         assert part in text
-    best = max(row.goodput_per_gpu or 0.0 for row in result.rows)
-    assert (result.chosen.goodput_per_gpu or 0.0) >= best / 1.05
+    assert result.chosen.gpus_needed == min(row.gpus_needed or 999 for row in result.rows if row.carries)
+
+
+def test_a_stated_rate_takes_the_fewest_gpus() -> None:
+    """At 2 requests/s the choice is small, though larger units have more goodput for each GPU; all that carry
+    it were simulated to do so, and what takes fewer GPUs was simulated not to."""
+    result = planned(rate=2.0)
+    chosen = result.chosen
+    assert chosen is not None
+    assert chosen.goodput is not None
+    assert (chosen.units_needed or 0) * chosen.goodput >= 2.0
+    assert chosen.gpus_needed == min(row.gpus_needed or 999 for row in result.rows if row.carries)
+    assert max(row.goodput_per_gpu or 0.0 for row in result.rows) > (chosen.goodput_per_gpu or 0.0)
+    assert "carries 2 requests/s with" in result.reason[0]
+    # A colocated pool is scaled by single instances, and one instance less does not carry it.
+    together = result.together
+    assert together is not None
+    count, pool = together.candidate.prefill.count, together.candidate.fleet.instances
+    assert len(pool) == count
+    if count > 1:
+        less = replace(together.candidate.fleet, instances=pool[1:])
+        run = at_rate(
+            less,
+            [TraceRow(None, 1200, 60)] * 2000,
+            cluster().payloads(),
+            2.0,
+            rules=together.candidate.rules,
+            targets=cluster().targets,
+            policy=OPTIONS.policy,
+            requests=OPTIONS.requests,
+        )
+        assert run.slo_attainment < cluster().targets.attainment
+
+
+def test_more_requests_never_take_fewer_gpus() -> None:
+    """Rates from 1 to 30: the GPUs of the choice rise, by whole instances of a profile."""
+    found = [planned(rate=rate).chosen for rate in (1.0, 8.0, 30.0)]
+    gpus = [row.gpus_needed for row in found if row is not None and row.gpus_needed is not None]
+    assert len(gpus) == len(found)
+    assert gpus == sorted(gpus)
+    assert gpus[0] < gpus[-1]
+    assert not [count for count in gpus if count % 4]
+
+
+def test_a_rate_that_nothing_carries_has_no_choice_and_says_by_how_much() -> None:
+    """1,000 requests/s on 32 GPUs: no choice; each kind says what it carries and how far short that is."""
+    result = planned(rate=1000.0)
+    assert result.choice is None
+    assert not result.is_promise
+    assert result.reason[0] == "No candidate carries 1,000 requests/s within the targets on 32 GPUs."
+    for kind in Kind:
+        said = next(sentence for sentence in result.reason if f"{kind}: " in sentence)
+        best = max(row.most for row in result.rows if row.candidate.kind is kind)
+        assert f"carry {best:,.3g}, which is {1 - best / 1000:.0%} short" in said
+    assert [row.most for row in result.rows] == sorted((row.most for row in result.rows), reverse=True)
+
+
+def test_a_trace_s_own_rate_is_not_stated() -> None:
+    """Without a stated rate the choice has the highest goodput for each GPU, but for the margin."""
+    rows = [TraceRow(None, 1200, 60)] * 2000
+    result = make_plan(cluster(), rows, 1000.0, OPTIONS, is_rate_stated=False)
+    assert result.chosen is not None
+    rates = [row.goodput_per_gpu or 0.0 for row in result.rows]
+    assert rates == sorted(rates, reverse=True)
+    assert (result.chosen.goodput_per_gpu or 0.0) >= rates[0] / 1.05
+    # One instance is the unit of colocation, judged among as many GPUs as the largest other unit has.
+    together = result.together
+    assert together is not None
+    assert together.candidate.prefill.count == 1
+    assert together.candidate.side_by_side > 1
 
 
 def test_what_is_pruned_could_not_have_won() -> None:
@@ -305,6 +374,7 @@ def test_filled_equations_come_out() -> None:
 # --- The two Azure traces --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_code_and_conversation_want_different_things() -> None:
     """TTFT 1 s, TPOT 60 ms: conversation is split across nodes, code (28 output tokens) is not."""
     answers = {}
@@ -314,7 +384,9 @@ def test_code_and_conversation_want_different_things() -> None:
             rows = list(read_trace(file, name))
         p95 = sorted(row.prompt_tokens for row in rows)[int(0.95 * len(rows))]
         rate = len(rows) / (rows[-1].arrival_seconds or 1.0)
-        answers[kind] = make_plan(cluster(payload_tokens=p95), rows, rate, replace(OPTIONS, requests=1000))
+        options = replace(OPTIONS, requests=1000)
+        built = cluster(payload_tokens=p95)
+        answers[kind] = make_plan(built, rows, rate, options, is_rate_stated=False)
     conv, code = answers["conv"], answers["code"]
     assert conv.chosen is not None
     assert code.chosen is not None

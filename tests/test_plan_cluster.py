@@ -99,7 +99,7 @@ def test_a_class_is_read_from_its_measurements() -> None:
     )
     text = text.replace("[links]\n", '[links]\nrack = { file = "links.json", class = "same rack" }\n')
     cluster = build(text, link_file(*pairs))
-    assert cluster.tiers[1].bytes_per_second == 40e9
+    assert cluster.tiers[1].rate == 40e9
     assert "a2 -> b2" in cluster.tiers[1].label
     assert "4 times as long" in cluster.tiers[1].label
     with pytest.raises(InputError, match=r"no pair of class 'same pod'; known: same rack"):

@@ -71,7 +71,7 @@ def test_the_network_is_a_walk_with_fair_rates(tangle: tuple[list[SharedLink], l
     assert ends == pytest.approx(expected, rel=1e-6)
     assert network.delivered_nbytes == pytest.approx(sum(spec[0] for spec in specs))
     for number, link in enumerate(links):
-        assert link.carried_nbytes == pytest.approx(sum(spec[0] for spec in specs if number in spec[2]))
+        assert link.work_nbytes == pytest.approx(sum(spec[0] for spec in specs if number in spec[2]))
         assert not link.flows
 
 

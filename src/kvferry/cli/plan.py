@@ -30,7 +30,8 @@ def plan(
     """Compare what a cluster could run for a workload, choose, and say why.
 
     Candidates are colocated, in one NVLink domain or across nodes, for each pair of measured
-    profiles; their goodput is simulated.
+    profiles; their goodput is simulated. For a stated rate the choice is what carries it with the fewest
+    GPUs, or none; for a trace's own rate it is the highest goodput per GPU.
 
     Parameters
     ----------
@@ -62,7 +63,8 @@ def plan(
         raise InputError(f"requests: {requests} is not at least 50")
     opened = open_cluster(cluster, trace, rate)
     table = opened.file.plan
-    from kvferry.plan.choose import PlanOptions, make_plan
+    from kvferry.plan.choose import make_plan
+    from kvferry.plan.judge import PlanOptions
     from kvferry.plan.route import Policy
 
     options = PlanOptions(
@@ -74,7 +76,14 @@ def plan(
         seed=seed,
     )
     result = _with_progress(
-        lambda tick: make_plan(opened.cluster, opened.rows, opened.requests_per_second, options, tick)
+        lambda tick: make_plan(
+            opened.cluster,
+            opened.rows,
+            opened.requests_per_second,
+            options,
+            tick,
+            is_rate_stated=opened.is_rate_stated,
+        )
     )
     demand = demand_of(opened.rows)
     equations = explain_plan(opened.cluster, demand, result) if explain else ()

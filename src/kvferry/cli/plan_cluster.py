@@ -36,6 +36,7 @@ class Opened(msgspec.Struct, frozen=True):
         file, cluster: as parsed and as built.
         rows: the workload's requests, at most :data:`MAX_PLAN_ROWS` of them.
         requests_per_second: as given, else the trace's own.
+        is_rate_stated: whether it was given.
         trace: the trace file, or None for lengths.
     """
 
@@ -43,6 +44,7 @@ class Opened(msgspec.Struct, frozen=True):
     cluster: Cluster
     rows: tuple[TraceRow, ...]
     requests_per_second: float
+    is_rate_stated: bool
     trace: Path | None
 
 
@@ -63,6 +65,7 @@ def open_cluster(path: Path, trace: Path | None = None, rate: float | None = Non
         assert workload.prompt_tokens is not None
         assert workload.output_tokens is not None
         rows = (TraceRow(None, workload.prompt_tokens, workload.output_tokens),) * MAX_SAME_ROWS
+    is_rate_stated = rate is not None
     if rate is None:
         rate = _own_rate(rows, trace)
     model = file.model if file.model.startswith("shape:") else str(folder / file.model)
@@ -74,7 +77,7 @@ def open_cluster(path: Path, trace: Path | None = None, rate: float | None = Non
         open_profile=lambda name, choice: _profile(folder, name, choice),
         payload_tokens=p95,
     )
-    return Opened(file, cluster, rows, rate, trace)
+    return Opened(file, cluster, rows, rate, is_rate_stated, trace)
 
 
 def _own_rate(rows: tuple[TraceRow, ...], trace: Path | None) -> float:

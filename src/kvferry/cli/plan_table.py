@@ -12,11 +12,13 @@ from rich.table import Table
 
 from kvferry.cli.check_table import print_equations
 from kvferry.plan.candidate import Pool
-from kvferry.plan.choose import PlanResult, PlanRow
+from kvferry.plan.choose import PlanResult
 from kvferry.plan.cluster import Cluster
 from kvferry.plan.explain import Equation
 from kvferry.plan.fleet import TIERS
+from kvferry.plan.judge import PlanRow
 from kvferry.plan.ratio import Demand
+from kvferry.plan.tier import TierCost
 from kvferry.units import format_seconds
 
 __all__ = ["print_json", "print_tables"]
@@ -34,6 +36,7 @@ def print_json(
         "gpus": cluster.num_gpus,
         "targets": cluster.targets,
         "requests_per_second": result.requests_per_second,
+        "is_rate_stated": result.is_rate_stated,
         "candidates": [_row_object(row) for row in result.rows],
         "choice": result.choice,
         "reason": " ".join(result.reason),
@@ -42,12 +45,25 @@ def print_json(
         "units_possible": result.units_possible,
         "placement": result.placement,
         "drift": [{**msgspec.to_builtins(change), "loss": change.loss} for change in result.drift],
-        "tiers": dict(zip(TIERS, cluster.tiers, strict=False)),
+        "tiers": {name: _tier_object(tier) for name, tier in zip(TIERS, cluster.tiers, strict=False)},
         "warnings": result.warnings,
     }
     if equations:
         shown["equations"] = equations
     print(msgspec.json.encode(shown).decode())
+
+
+def _tier_object(tier: TierCost) -> dict[str, object]:
+    line = tier.fit.knee or tier.fit
+    return {
+        "start_seconds": line.a_seconds,
+        "descriptor_seconds": line.o_seconds,
+        "bytes_per_second": line.bytes_per_second,
+        "spread_p95": tier.fit.spreads[-1].ratio_or_none(0.95) if tier.fit.spreads else None,
+        "links": tier.links,
+        "is_measured": tier.is_measured,
+        "label": tier.label,
+    }
 
 
 def _row_object(row: PlanRow) -> dict[str, object]:
@@ -63,6 +79,10 @@ def _row_object(row: PlanRow) -> dict[str, object]:
         "mixed_step": unit.mixed,
         "goodput": row.goodput,
         "goodput_per_gpu": row.goodput_per_gpu,
+        "units_needed": row.units_needed,
+        "units_possible": row.units_possible,
+        "gpus_needed": row.gpus_needed,
+        "carries": row.carries,
         "bound_per_gpu": unit.capacity.per_gpu,
         "slack": unit.capacity.slack,
         "slo_attainment": None if run is None else run.slo_attainment,
@@ -121,7 +141,17 @@ def print_tables(cluster: Cluster, demand: Demand, result: PlanResult, equations
 def _table(result: PlanResult) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("unit")
-    for column in ("GPUs", "good/s per GPU", "TTFT p90", "ok", "TPOT p90", "ok", "link", "limit"):
+    for column in (
+        "GPUs",
+        "for the rate",
+        "good/s per GPU",
+        "TTFT p90",
+        "ok",
+        "TPOT p90",
+        "ok",
+        "link",
+        "limit",
+    ):
         table.add_column(column, justify="right")
     table.add_column("")
     shown = [row for row in result.rows if row.goodput is not None or row.limit == "rejected"][:_SHOWN_ROWS]
@@ -139,10 +169,14 @@ def _cells(row: PlanRow, *, chosen: bool) -> list[str]:
     mark = "-> " if chosen else "   "
     cells = [mark + row.candidate.name, str(row.candidate.num_gpus)]
     if run is None:
-        return [*cells, "-", "-", "-", "-", "-", "-", row.limit, note]
+        return [*cells, "-", "-", "-", "-", "-", "-", "-", row.limit, note]
     busiest = max([use.most for use in run.link_utilisation.values()], default=0.0)
+    needed = (
+        "-" if row.gpus_needed is None else f"{row.gpus_needed:,}" + ("" if row.carries else " (too many)")
+    )
     return [
         *cells,
+        needed,
         f"{row.goodput_per_gpu:.3g}",
         "-" if run.ttft.p90 is None else format_seconds(run.ttft.p90),
         f"{run.ttft_attainment:.0%}",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvferry.cli.options import Flag, Whole
+from kvferry.cli.options import Whole
 from kvferry.errors import InputError
 from kvferry.units import parse_seconds
 
@@ -32,7 +32,7 @@ def simulate(
     prefill_policy: PolicyName | None = None,
     requests: Whole | None = None,
     kill: tuple[str, ...] = (),
-    spread: Annotated[bool, Flag] = False,
+    spread: bool = True,
     seed: Whole = 0,
     records: Path | None = None,
     jobs: Whole = 1,
@@ -61,7 +61,7 @@ def simulate(
     kill
         An instance that dies: decode-3@120s; with +60s it is back after that, empty.
     spread
-        Draw each handoff around its typical time, with the measured p95.
+        Draw each handoff from the measured spread of its link; --no-spread: all are typical.
     seed
         Of drawn arrivals and spread.
     records

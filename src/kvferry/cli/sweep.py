@@ -28,7 +28,7 @@ class Scenario(msgspec.Struct, frozen=True):
     requests: int | None = None
     kills: tuple[Kill, ...] = ()
     seed: int = 0
-    with_spread: bool = False
+    with_spread: bool = True
 
 
 def run_scenario(scenario: Scenario) -> Result:

@@ -8,11 +8,12 @@ from kvferry.link.merge import How, Merged, merge_links
 from kvferry.link.outliers import Outlier, Reason, find_outliers
 from kvferry.link.presets import PRESETS, LinkPreset, PublishedFigure, link_preset, preset_links
 from kvferry.link.profile import ConditionFit, LinkFile, LinkProfile, Node, Registration
-from kvferry.link.records import Knee, Line, LinkFit, Sample, Span, Spread, samples_needed
+from kvferry.link.records import FAR, Knee, Line, LinkFit, Sample, Span, Spread, samples_needed
 from kvferry.link.summary import PairSummary, summarise
 from kvferry.link.words import Conditions, Mode
 
 __all__ = [
+    "FAR",
     "MAX_LINKS_NBYTES",
     "PRESETS",
     "Change",

@@ -15,11 +15,13 @@ from msgspec import Meta
 from kvferry.errors import InputError, NoPlanError
 from kvferry.link.words import Conditions, Cost, Count, Rate, Record, Seconds
 
-__all__ = ["Knee", "Line", "LinkFit", "Sample", "Span", "Spread", "samples_needed"]
+__all__ = ["FAR", "Knee", "Line", "LinkFit", "Sample", "Span", "Spread", "samples_needed"]
 
 Share = Annotated[float, Meta(ge=0, le=1e6)]
 Ratio = Annotated[float, Meta(gt=0, le=1e9)]
 
+FAR = 4
+"""A copy of more than so many times the largest one measured is unknown: decision 0160."""
 _NEAR = 0.02
 """Block sizes that differ by less are one: the last block of a copy may be shorter."""
 
@@ -186,6 +188,10 @@ class LinkFit(Line, frozen=True, kw_only=True):
             self.knee.known_seconds(nbytes, descriptors),
         )
 
+    def start_of(self, nbytes: int, descriptors: int) -> float:
+        """The part of :meth:`at_least` that is the start: round trips, while others may use the link."""
+        return min(self.regime(nbytes).a_seconds or 0.0, self.at_least(nbytes, descriptors))
+
     def predict(self, nbytes: int, descriptors: int) -> float:
         """Seconds of a typical copy.
 
@@ -285,3 +291,15 @@ class LinkFit(Line, frozen=True, kw_only=True):
             for value, span, what in checks
             if not span.low <= value <= span.high
         )
+
+    def too_far(self, nbytes: int, descriptors: int) -> str | None:
+        """Why this copy lies too far above what was measured for the line to be trusted, or None.
+
+        Only above: a smaller copy takes no longer than the smallest one measured. A fit without
+        samples covers nothing, and says so by :meth:`why_unknown`.
+        """
+        spans = ((nbytes, self.nbytes, "bytes"), (descriptors, self.descriptors, "descriptors"))
+        for value, span, what in spans:
+            if span is not None and value > FAR * span.high:
+                return f"{value} {what} are more than {FAR} times the {span.high} that were measured"
+        return None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from kvferry.plan.check import Answer, Binding, Split, Verdict, answer
-from kvferry.plan.choose import PlanOptions, PlanResult, PlanRow, make_plan
+from kvferry.plan.choose import PlanResult, make_plan
 from kvferry.plan.cluster import Cluster, build_cluster
 from kvferry.plan.cluster_file import ClusterFile, parse_cluster
 from kvferry.plan.compute import ComputeProfile, DecodeLaw, PrefillLaw, PrefillTable
 from kvferry.plan.compute_file import ProfileChoice, parse_profile
 from kvferry.plan.explain import Equation, explain_check
 from kvferry.plan.explain_plan import explain_plan
-from kvferry.plan.fleet import EngineRules, Fleet, Instance, Role, Spot, TierCost
+from kvferry.plan.fleet import EngineRules, Fleet, Instance, Role, Spot
 from kvferry.plan.handoff import Overlap, Way, exposed_seconds, link_time
+from kvferry.plan.judge import PlanOptions, PlanRow
 from kvferry.plan.payload import Payload, PayloadTable, PoolFormat
 from kvferry.plan.promise import FirstToken, GivenPrefill, Promise
 from kvferry.plan.public_profiles import PUBLIC_PROFILES, public_profile
@@ -19,6 +20,7 @@ from kvferry.plan.route import Policy
 from kvferry.plan.sim_metrics import Targets
 from kvferry.plan.sim_request import RequestRecord
 from kvferry.plan.sim_result import Result
+from kvferry.plan.tier import TierCost
 from kvferry.plan.trace import TraceRow, read_trace
 
 # The functions ``simulate`` and ``flips`` are in their modules of the same names.

@@ -13,7 +13,7 @@ from kvferry.plan.interference import MixedStep
 from kvferry.plan.place import Site
 from kvferry.plan.ratio import Capacity
 
-__all__ = ["Candidate", "Kind", "Pool", "sites_of"]
+__all__ = ["Candidate", "Group", "Kind", "Pool", "sites_of"]
 
 
 class Kind(StrEnum):
@@ -40,6 +40,9 @@ class Pool(msgspec.Struct, frozen=True):
         return f"{self.count} x {self.gpu} tp{self.profile.tp}{stages}"
 
 
+Group = tuple[Kind, MixedStep | None]
+
+
 class Candidate(msgspec.Struct, frozen=True):
     """One unit.
 
@@ -47,8 +50,9 @@ class Candidate(msgspec.Struct, frozen=True):
         kind: where it stands.
         prefill, decode: its pools; colocated instances are ``prefill`` and there is no ``decode``.
         capacity: what the closed forms say that it carries; an upper bound.
-        bound_per_gpu: the same per GPU.
         fleet: its instances, placed.
+        side_by_side: units in the fleet. More than one of a single colocated instance, so that it is judged
+            with as many GPUs behind one queue as the others.
         shares: of the traffic over each tier.
         exposed_p95_seconds: of the p95 prompt over the farthest tier in use.
         rules: how its engines work; of colocated ones also the chunk and the bound of a mixed step.
@@ -64,10 +68,17 @@ class Candidate(msgspec.Struct, frozen=True):
     shares: tuple[float, ...] = ()
     exposed_p95_seconds: float = 0.0
     rejected: str | None = None
+    side_by_side: int = 1
 
     @property
     def num_gpus(self) -> int:
-        return self.fleet.num_gpus
+        """GPUs of one unit."""
+        return self.prefill.num_gpus + (0 if self.decode is None else self.decode.num_gpus)
+
+    @property
+    def group(self) -> Group:
+        """What it is compared within."""
+        return self.kind, self.mixed
 
     @property
     def mixed(self) -> MixedStep | None:

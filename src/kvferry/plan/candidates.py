@@ -7,12 +7,15 @@ profiles the whole numbers of prefill and decode instances come from the closed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 
 import msgspec
 import numpy as np
 
-from kvferry.plan.candidate import Candidate, Kind, Pool, sites_of
+from kvferry.plan.candidate import Candidate, Group, Kind, Pool, sites_of
 from kvferry.plan.cluster import Cluster, Gpu, pool_tokens
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.fleet import EngineRules, Fleet, Instance, Role, Spot
@@ -21,70 +24,115 @@ from kvferry.plan.interference import MixedStep
 from kvferry.plan.payload import PayloadTable
 from kvferry.plan.place import Need, Placement, Site, place
 from kvferry.plan.promise import FirstToken
-from kvferry.plan.ratio import Capacity, Demand, best_ratio, decode_rate
-from kvferry.plan.sizing import batch_of, side_of
+from kvferry.plan.ratio import Capacity, Demand, Side, best_ratio, capacity, decode_rate
+from kvferry.plan.sizing import batch_of, ports_rate, side_of, tier_use
 
-__all__ = ["candidates"]
+__all__ = ["Family", "Search"]
+
+
+class Family(msgspec.Struct, frozen=True):
+    """Units of one group by rising GPUs: the number of them, and what places the unit (None: no room)."""
+
+    group: Group
+    units: tuple[tuple[int, Callable[[], Candidate | None]], ...]
+
 
 _KEPT = 3
 """Ratios of one pair of profiles that the simulator gets to see: the means do not know the tail."""
 
 
-def candidates(cluster: Cluster, demand: Demand, *, max_gpus: int, exposed_share: float) -> list[Candidate]:
-    """All units worth a look, the highest bound first."""
-    search = _Search(cluster, demand, min(max_gpus, cluster.num_gpus), exposed_share)
-    apart = list(search.apart())
-    largest = max([candidate.num_gpus for candidate in apart], default=0)
-    together = list(search.together(largest))
-    return sorted([*apart, *together], key=lambda candidate: -candidate.capacity.per_gpu)
+class _Alone(msgspec.Struct, frozen=True):
+    """A colocated instance: what each phase by itself would carry, and how many of it there is room for."""
+
+    gpu: Gpu
+    profile: ComputeProfile
+    rules: EngineRules
+    prefill_rate: float
+    decode_rate: float
+    most: int
 
 
-class _Search:
+class Search:
+    """All that a cluster could run for a workload.
+
+    Args:
+        cluster, demand: what there is, and what for.
+        max_gpus: of one unit.
+        exposed_share: of the TTFT target that the p95 handoff may be exposed for.
+    """
+
     def __init__(self, cluster: Cluster, demand: Demand, max_gpus: int, exposed_share: float) -> None:
         self.cluster = cluster
         self.demand = demand
-        self.max_gpus = max_gpus
+        self.max_gpus = min(max_gpus, cluster.num_gpus)
         self.exposed_share = exposed_share
         self.sites = sites_of(cluster)
         self.payloads = PayloadTable(cluster.shape, cluster.pool)
-        self.mean_bytes = demand.mean_wire_bytes(self.payloads)
+        self.uses = {far: tier_use(cluster, demand, far=far) for far in (False, True)}
         at = int(np.argsort(demand.prompt_tokens, kind="stable")[int(0.95 * (len(demand.prompt_tokens) - 1))])
         self.p95 = int(demand.prompt_tokens[at])
         self.typical = int(np.median(demand.prompt_tokens))
 
+    def candidates(self) -> list[Candidate]:
+        """All units worth a look, the highest bound first."""
+        apart = list(self._apart())
+        largest = max([candidate.num_gpus for candidate in apart], default=0)
+        together = list(self._together(largest))
+        return sorted([*apart, *together], key=lambda candidate: -candidate.capacity.per_gpu)
+
+    def families_for(self, rate: float) -> list[Family]:
+        """What could carry a rate by itself; first the family that may need the fewest GPUs."""
+        found = [family for family in (*self._apart_for(rate), *self._together_for(rate)) if family.units]
+        return sorted(found, key=lambda family: family.units[0][0])
+
     # --- Colocated ---------------------------------------------------------------------------------------
 
-    def together(self, unit_gpus: int) -> Iterator[Candidate]:
-        """Each profile alone, with as many instances as the largest other unit has GPUs for."""
+    def _together(self, unit_gpus: int) -> Iterator[Candidate]:
+        """Each profile alone: one instance, in a pool that has the GPUs of the largest other unit."""
+        for alone in self._alone():
+            beside = max(1, min(alone.most, unit_gpus // alone.profile.num_gpus))
+            yield self._colocated(alone, 1, beside)
+
+    def _together_for(self, rate: float) -> Iterator[Family]:
+        """The same as pools, by rising numbers of instances whose bound carries the rate."""
+        for alone in self._alone():
+            each = self._colocated(alone, 1, 1).capacity.requests_per_second
+            fewest = max(1, math.ceil(rate / each - 1e-9)) if each else alone.most + 1
+            size = alone.profile.num_gpus
+            counts = range(fewest, min(alone.most, self.max_gpus // size) + 1)
+            units = tuple((n * size, partial(self._colocated, alone, n, 1)) for n in counts)
+            yield Family((Kind.COLOCATED, alone.rules.mixed), units)
+
+    def _alone(self) -> Iterator[_Alone]:
+        """Each profile with each way to run it."""
         for gpu, profile in self._pools(Role.COLOCATED):
-            largest = max([site.num_gpus for site in self.sites if site.gpu == gpu.name], default=0)
-            if profile.num_gpus > largest:
+            most = sum(site.num_gpus // profile.num_gpus for site in self.sites if site.gpu == gpu.name)
+            if not most:
                 continue
-            total = sum(site.num_gpus // profile.num_gpus for site in self.sites if site.gpu == gpu.name)
-            count = max(1, min(total, unit_gpus // profile.num_gpus))
             batch = batch_of(self.cluster, self.demand, gpu, profile)
             prefill = profile.pp / self.demand.mean_prefill_seconds(profile)
             decode = decode_rate(profile, batch, self.demand)
             for mixed in self.cluster.mixed:
                 for chunk in self.cluster.chunks:
                     rules = msgspec.structs.replace(self.cluster.rules, mixed=mixed, chunk_tokens=chunk)
-                    yield self._colocated(gpu, Pool(gpu.name, profile, count), rules, (prefill, decode))
+                    yield _Alone(gpu, profile, rules, prefill, decode, most)
 
-    def _colocated(self, gpu: Gpu, pool: Pool, rules: EngineRules, rates: tuple[float, float]) -> Candidate:
-        prefill, decode = rates
+    def _colocated(self, alone: _Alone, count: int, beside: int) -> Candidate:
+        gpu, pool, rules = alone.gpu, Pool(alone.gpu.name, alone.profile, count), alone.rules
+        prefill, decode = alone.prefill_rate, alone.decode_rate
         # Perfect hiding is bound by the slower phase; without any, by the sum of both times.
         each = _serial(prefill, decode) if rules.mixed is MixedStep.SUM else min(prefill, decode)
         limit = "prefill" if prefill < decode else "decode"
         bound = Capacity(pool.count, 0, pool.count * each, each / pool.profile.num_gpus, limit, {})
         instances = tuple(
             self._instance(f"colocated-{n}", Role.COLOCATED, gpu, pool.profile, Spot(f"n{n}", f"n{n}"))
-            for n in range(pool.count)
+            for n in range(pool.count * beside)
         )
-        return Candidate(Kind.COLOCATED, pool, None, bound, Fleet(instances), rules)
+        return Candidate(Kind.COLOCATED, pool, None, bound, Fleet(instances), rules, side_by_side=beside)
 
     # --- Apart -------------------------------------------------------------------------------------------
 
-    def apart(self) -> Iterator[Candidate]:
+    def _apart(self) -> Iterator[Candidate]:
         """Each pair of profiles, in one domain and across nodes."""
         for prefill in self._pools(Role.PREFILL):
             for decode in self._pools(Role.DECODE):
@@ -101,30 +149,58 @@ class _Search:
     def _best_of(
         self, kind: Kind, prefill: tuple[Gpu, ComputeProfile], decode: tuple[Gpu, ComputeProfile], domain: int
     ) -> Iterator[Candidate]:
-        sizes = prefill[1].num_gpus, decode[1].num_gpus
-        if prefill[0].name == decode[0].name:
-            pairs = [
-                (p, d)
-                for p, d in self._counts(sizes)
-                if (p * sizes[0] + d * sizes[1] <= domain) == (kind is Kind.IN_DOMAIN)
-            ]
-        else:
-            pairs = [
-                (p, d)
-                for p, d in self._counts(sizes)
-                if (max(p * sizes[0], d * sizes[1]) <= domain) == (kind is Kind.IN_DOMAIN)
-            ]
-        side = side_of(self.cluster, self.demand, prefill[1], decode, far=kind is Kind.ACROSS)
+        pairs = self._pairs(kind, prefill, decode, domain)
+        side = self._side(kind, prefill[1], decode)
         kept = 0
         while pairs and kept < _KEPT:
             best = best_ratio(side, self.max_gpus, fits=pairs)
             if best is None or not best.requests_per_second:
                 return
             pairs.remove((best.prefill, best.decode))
-            candidate = self._placed(kind, prefill, decode, best)
+            candidate = self._placed(kind, prefill, decode, best, side)
             if candidate is not None:
                 kept += 1
                 yield candidate
+
+    def _apart_for(self, rate: float) -> Iterator[Family]:
+        """Each pair of profiles by rising GPUs: of each number of them the ratio that carries most."""
+        for prefill, decode in product(self._pools(Role.PREFILL), self._pools(Role.DECODE)):
+            domain = self._largest_domain(prefill[0], decode[0])
+            for kind in (Kind.IN_DOMAIN, Kind.ACROSS):
+                side = self._side(kind, prefill[1], decode)
+                best: dict[int, Capacity] = {}
+                for counts in self._pairs(kind, prefill, decode, domain):
+                    # The ports are known once it is placed.
+                    if capacity(side, *counts, math.inf).requests_per_second < rate:
+                        continue
+                    found = capacity(side, *counts)
+                    gpus = counts[0] * side.prefill_gpus + counts[1] * side.decode_gpus
+                    if gpus not in best or found.requests_per_second > best[gpus].requests_per_second:
+                        best[gpus] = found
+                build = partial(self._placed, kind, prefill, decode)
+                units = tuple((gpus, partial(build, best[gpus], side)) for gpus in sorted(best))
+                yield Family((kind, None), units)
+
+    def _pairs(
+        self, kind: Kind, prefill: tuple[Gpu, ComputeProfile], decode: tuple[Gpu, ComputeProfile], domain: int
+    ) -> list[tuple[int, int]]:
+        """The counts of both that fit one domain, or that do not."""
+        sizes = prefill[1].num_gpus, decode[1].num_gpus
+        if prefill[0].name == decode[0].name:
+            return [
+                (p, d)
+                for p, d in self._counts(sizes)
+                if (p * sizes[0] + d * sizes[1] <= domain) == (kind is Kind.IN_DOMAIN)
+            ]
+        return [
+            (p, d)
+            for p, d in self._counts(sizes)
+            if (max(p * sizes[0], d * sizes[1]) <= domain) == (kind is Kind.IN_DOMAIN)
+        ]
+
+    def _side(self, kind: Kind, prefill: ComputeProfile, decode: tuple[Gpu, ComputeProfile]) -> Side:
+        far = kind is Kind.ACROSS
+        return side_of(self.cluster, self.demand, prefill, decode, self.uses[far], far=far)
 
     def _counts(self, sizes: tuple[int, int]) -> list[tuple[int, int]]:
         return [
@@ -139,6 +215,7 @@ class _Search:
         prefill: tuple[Gpu, ComputeProfile],
         decode: tuple[Gpu, ComputeProfile],
         best: Capacity,
+        side: Side,
     ) -> Candidate | None:
         needs = (
             Need(prefill[0].name, prefill[1].num_gpus, best.prefill),
@@ -149,12 +226,14 @@ class _Search:
             return None
         sites, placement = found
         fleet = self._fleet(sites, placement, prefill, decode)
+        far_share = 1 - placement.shares[0] if placement.shares else 0.0
+        ports = ports_rate(fleet.instances, far_share, self.uses[False], self.uses[True])
         exposed = self._exposed(prefill[1], placement.shares)
         return Candidate(
             kind,
             Pool(prefill[0].name, prefill[1], best.prefill),
             Pool(decode[0].name, decode[1], best.decode),
-            best,
+            capacity(side, best.prefill, best.decode, ports),
             fleet,
             self.cluster.rules,
             placement.shares,
@@ -215,7 +294,7 @@ class _Search:
     def _exposed(self, profile: ComputeProfile, shares: tuple[float, ...]) -> float:
         used = [tier for tier, share in enumerate(shares) if share > 0.05]
         cost = self.cluster.tiers[min(max(used, default=0), len(self.cluster.tiers) - 1)]
-        transfer = cost.seconds(*self.payloads.pair(self.p95)) * cost.spread_p95
+        transfer = cost.quantile_seconds(0.95, *self.payloads.pair(self.p95))
         rules = self.cluster.rules
         return exposed_seconds(transfer, profile.prefill.seconds(self.p95), rules.groups, rules.sync_seconds)
 

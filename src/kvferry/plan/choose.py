@@ -3,57 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from kvferry.errors import NoPlanError
 from kvferry.plan.candidate import Candidate, Kind, sites_of
-from kvferry.plan.candidates import candidates
+from kvferry.plan.candidates import Search
 from kvferry.plan.cluster import Cluster
 from kvferry.plan.fleet import TIERS
-from kvferry.plan.goodput import Goodput, find_goodput
 from kvferry.plan.interference import MixedStep
+from kvferry.plan.judge import Judge, PlanOptions, PlanRow
 from kvferry.plan.payload import PayloadTable
 from kvferry.plan.place import Need, Placement
 from kvferry.plan.place_exact import place_best
 from kvferry.plan.prefix import prefix_hits
 from kvferry.plan.ratio import Demand, Drift, drift
-from kvferry.plan.reason import best_row, limit_of, reason_for
-from kvferry.plan.route import Policy
-from kvferry.plan.sim_result import Result
-from kvferry.plan.sizing import side_of
+from kvferry.plan.reason import Question, best_row, reason_for
+from kvferry.plan.sizing import side_of, tier_use
 from kvferry.plan.trace import TraceRow
 
-__all__ = ["PlanOptions", "PlanResult", "PlanRow", "demand_of", "make_plan"]
-
-
-class PlanOptions(msgspec.Struct, frozen=True):
-    """How to decide; see PlanTable."""
-
-    margin: float = 0.05
-    exposed_share: float = 0.1
-    max_gpus: int = 64
-    requests: int = 1000
-    policy: Policy = Policy.NETWORK_COST
-    seed: int = 0
-
-
-class PlanRow(msgspec.Struct, frozen=True):
-    """A candidate with what the simulator says of it.
-
-    ``goodput`` is of the unit; None where it was rejected, or where its bound is below what another
-    one was simulated to carry. ``at_goodput`` is the run at that rate.
-    """
-
-    number: int
-    candidate: Candidate
-    goodput: float | None
-    goodput_per_gpu: float | None
-    at_goodput: Result | None
-    limit: str
-    is_measured: bool
-    note: str
+__all__ = ["PlanResult", "demand_of", "make_plan"]
 
 
 class PlanResult(msgspec.Struct, frozen=True):
@@ -65,7 +36,9 @@ class PlanResult(msgspec.Struct, frozen=True):
         reason: why, in sentences.
         is_promise: False where the choice rests on a link that nobody measured, or on a bound of
             interference that decides.
-        units: of the choice that the workload's rate needs, and that the cluster has GPUs for.
+        requests_per_second, is_rate_stated: the workload's rate; where it was stated, the choice is what
+            carries it with the fewest GPUs, and a row that cannot is none.
+        units_needed, units_possible: of the choice, see PlanRow.
         placement: of that many units on the cluster's domains, for a choice that is not colocated.
         drift: what a change of the workload does to the chosen ratio.
         warnings: what the plan does not cover.
@@ -76,6 +49,7 @@ class PlanResult(msgspec.Struct, frozen=True):
     reason: tuple[str, ...]
     is_promise: bool
     requests_per_second: float
+    is_rate_stated: bool
     units_needed: int | None
     units_possible: int | None
     placement: Placement | None
@@ -113,6 +87,8 @@ def make_plan(
     requests_per_second: float,
     options: PlanOptions,
     tick: Callable[[int, int], None] | None = None,
+    *,
+    is_rate_stated: bool = True,
 ) -> PlanResult:
     """The plan for a workload.
 
@@ -122,88 +98,57 @@ def make_plan(
         requests_per_second: the rate that the cluster is to serve.
         options: how to decide.
         tick: called with the candidates done and their number.
+        is_rate_stated: choose what carries the rate with the fewest GPUs. False: the rate is only what a
+            trace happens to have, and the choice is the highest goodput per GPU.
 
     Raises NoPlanError where no instance of any profile fits anywhere.
     """
     demand = demand_of(rows)
-    found = candidates(cluster, demand, max_gpus=options.max_gpus, exposed_share=options.exposed_share)
+    search = Search(cluster, demand, options.max_gpus, options.exposed_share)
+    found = search.candidates()
     if not found:
         raise NoPlanError(
             "no profile's instance fits into any domain of the cluster",
             next_step="give a profile of fewer GPUs, or say with domain which nodes are one NVLink domain",
         )
-    judge = _Judge(cluster, rows, options)
-    judged = []
-    for done, candidate in enumerate(found):
-        judged.append(judge.judge(done, candidate))
+    families = search.families_for(requests_per_second) if is_rate_stated else []
+    judge = Judge(cluster, rows, requests_per_second, options)
+    steps = [
+        *(partial(judge.judge_for_rate, family) for family in families),
+        *(partial(judge.judge, candidate) for candidate in found),
+    ]
+    for done, step in enumerate(steps):
+        step()
         if tick is not None:
-            tick(done + 1, len(found))
-    ordered = sorted(judged, key=lambda row: -(row.goodput_per_gpu or 0.0))
-    chosen = _choose(ordered, options.margin)
-    return _answer(cluster, demand, ordered, chosen, rate=requests_per_second, options=options)
+            tick(done + 1, len(steps))
+    order = _by_rate if is_rate_stated else _by_goodput
+    ordered = sorted(judge.rows, key=order)
+    return _answer(cluster, demand, ordered, options, rate=requests_per_second, is_rate_stated=is_rate_stated)
 
 
-class _Judge:
-    """Simulates candidates in order of their bounds; one whose bound is beaten is not simulated.
+def _by_goodput(row: PlanRow) -> tuple[float, ...]:
+    return (-(row.goodput_per_gpu or 0.0),)
 
-    The best colocated and the best disaggregated unit are kept apart, so that both are always known.
+
+def _by_rate(row: PlanRow) -> tuple[float, ...]:
+    """What carries the rate by its GPUs; then the others by how much they carry."""
+    needed = row.gpus_needed if row.carries else None
+    return (0.0, needed, *_by_goodput(row)) if needed is not None else (1.0, -row.most, *_by_goodput(row))
+
+
+def _choose(rows: Sequence[PlanRow], margin: float, *, is_rate_stated: bool) -> PlanRow | None:
+    """The best disaggregated unit if it beats the best colocated one by the margin, else that.
+
+    For a stated rate the best is what carries it with the fewest GPUs; as many on both sides: goodput.
     """
-
-    def __init__(self, cluster: Cluster, rows: Sequence[TraceRow], options: PlanOptions) -> None:
-        self.cluster = cluster
-        self.rows = rows
-        self.options = options
-        self.payload = PayloadTable(cluster.shape, cluster.pool)
-        self.best: dict[object, float] = {}
-
-    def judge(self, number: int, candidate: Candidate) -> PlanRow:
-        group = (candidate.kind, candidate.mixed)
-        if candidate.rejected is not None:
-            return self._row(number, candidate, None, "rejected", candidate.rejected)
-        if candidate.capacity.per_gpu <= self.best.get(group, 0.0):
-            note = f"its bound of {candidate.capacity.per_gpu:.3g} per GPU is below what another one carries"
-            return self._row(number, candidate, None, candidate.capacity.limit, note)
-        found = find_goodput(
-            candidate.fleet,
-            self.rows,
-            self.payload,
-            rules=candidate.rules,
-            targets=self.cluster.targets,
-            policy=self.options.policy,
-            bound=candidate.capacity.requests_per_second,
-            requests=self.options.requests,
-            seed=self.options.seed,
-        )
-        per_gpu = found.requests_per_second / candidate.num_gpus
-        self.best[group] = max(self.best.get(group, 0.0), per_gpu)
-        limit = limit_of(found, self.cluster.targets) or candidate.capacity.limit
-        return self._row(number, candidate, found, limit, "")
-
-    def _row(
-        self, number: int, candidate: Candidate, found: Goodput | None, limit: str, note: str
-    ) -> PlanRow:
-        rate = None if found is None else found.requests_per_second
-        used = [tier for tier, share in enumerate(candidate.shares) if share > 0]
-        tiers = self.cluster.tiers
-        return PlanRow(
-            number=number,
-            candidate=candidate,
-            goodput=rate,
-            goodput_per_gpu=None if rate is None else rate / candidate.num_gpus,
-            at_goodput=None if found is None else found.at_rate,
-            limit=limit,
-            is_measured=all(tiers[min(tier, len(tiers) - 1)].is_measured for tier in used),
-            note=note,
-        )
-
-
-def _choose(rows: Sequence[PlanRow], margin: float) -> PlanRow | None:
-    """The best disaggregated unit if it beats the best colocated one by the margin, else that."""
+    rows = [row for row in rows if row.carries] if is_rate_stated else rows
     apart = best_row(rows, lambda candidate: candidate.kind is not Kind.COLOCATED)
     # Where interference was not measured there are two bounds; disaggregation has to beat the better.
     together = best_row(rows, lambda candidate: candidate.kind is Kind.COLOCATED)
     if apart is None or together is None:
         return apart or together
+    if is_rate_stated and apart.gpus_needed != together.gpus_needed:
+        return apart if (together.gpus_needed or 0) > (1 + margin) * (apart.gpus_needed or 0) else together
     assert apart.goodput_per_gpu is not None
     assert together.goodput_per_gpu is not None
     return apart if apart.goodput_per_gpu > (1 + margin) * together.goodput_per_gpu else together
@@ -213,58 +158,46 @@ def _answer(
     cluster: Cluster,
     demand: Demand,
     rows: Sequence[PlanRow],
-    chosen: PlanRow | None,
+    options: PlanOptions,
     *,
     rate: float,
-    options: PlanOptions,
+    is_rate_stated: bool,
 ) -> PlanResult:
-    reason = reason_for(cluster, demand, rows, chosen, options.margin)
+    chosen = _choose(rows, options.margin, is_rate_stated=is_rate_stated)
+    is_certain = chosen is None or _is_certain(rows, chosen, options.margin, is_rate_stated=is_rate_stated)
+    question = Question(cluster, demand, rate if is_rate_stated else None, options.margin)
+    reason = reason_for(question, rows, chosen, is_certain=is_certain)
     warnings = list(cluster.warnings)
     profiles = {profile for gpu in cluster.gpus.values() for profile in gpu.profiles}
     p95 = int(np.quantile(demand.prompt_tokens, 0.95, method="lower"))
     warnings += sorted(w for w in (profile.outside(p95) for profile in profiles) if w is not None)
-    if chosen is None or not chosen.goodput:
-        return PlanResult(tuple(rows), None, reason, False, rate, None, None, None, (), tuple(warnings))
-    needed = max(1, int(np.ceil(rate / chosen.goodput - 1e-9)))
-    possible = _possible(cluster, chosen.candidate)
     placement = None
-    if chosen.candidate.decode is not None:
-        placement = _place_all(cluster, demand, chosen.candidate, min(needed, possible))
+    if chosen is not None and chosen.candidate.decode is not None:
+        units = min(chosen.units_needed or 1, chosen.units_possible)
+        placement = _place_all(cluster, demand, chosen.candidate, units)
     return PlanResult(
         rows=tuple(rows),
-        choice=chosen.number,
+        choice=None if chosen is None else chosen.number,
         reason=reason,
-        is_promise=chosen.is_measured and _is_certain(rows, chosen, options.margin),
+        is_promise=chosen is not None and chosen.is_measured and is_certain,
         requests_per_second=rate,
-        units_needed=needed,
-        units_possible=possible,
+        is_rate_stated=is_rate_stated,
+        units_needed=None if chosen is None else chosen.units_needed,
+        units_possible=None if chosen is None else chosen.units_possible,
         placement=placement,
-        drift=_drift(cluster, demand, chosen.candidate, options.max_gpus),
+        drift=() if chosen is None else _drift(cluster, demand, chosen.candidate, options.max_gpus),
         warnings=tuple(warnings),
     )
 
 
-def _is_certain(rows: Sequence[PlanRow], chosen: PlanRow, margin: float) -> bool:
+def _is_certain(rows: Sequence[PlanRow], chosen: PlanRow, margin: float, *, is_rate_stated: bool) -> bool:
     """Whether the other bound of interference would choose alike."""
     worst = next((r for r in rows if r.candidate.mixed is MixedStep.SUM and r.goodput is not None), None)
     if chosen.candidate.mixed is not MixedStep.LONGER or worst is None:
         return True
     without = [row for row in rows if row.candidate.mixed is not MixedStep.LONGER]
-    other = _choose(without, margin)
+    other = _choose(without, margin, is_rate_stated=is_rate_stated)
     return other is not None and other.candidate.kind is Kind.COLOCATED
-
-
-def _possible(cluster: Cluster, unit: Candidate) -> int:
-    """Units that the GPUs of each kind allow; what does not divide evenly is left over."""
-    wanted: dict[str, int] = {}
-    for pool in (unit.prefill, unit.decode):
-        if pool is not None:
-            wanted[pool.gpu] = wanted.get(pool.gpu, 0) + pool.num_gpus
-    size = max(pool.profile.num_gpus for pool in (unit.prefill, unit.decode) if pool is not None)
-    there: dict[str, int] = {}
-    for site in sites_of(cluster):
-        there[site.gpu] = there.get(site.gpu, 0) + site.num_gpus // size * size
-    return min(there.get(gpu, 0) // gpus for gpu, gpus in wanted.items())
 
 
 def _place_all(cluster: Cluster, demand: Demand, unit: Candidate, units: int) -> Placement | None:
@@ -291,6 +224,7 @@ def _drift(cluster: Cluster, demand: Demand, unit: Candidate, max_gpus: int) -> 
     if unit.decode is None:
         return ()
     gpu = cluster.gpus[unit.decode.gpu]
+    far = unit.kind is Kind.ACROSS
     changes = {
         "prompts half as long": demand.scaled(prompt=0.5),
         "prompts 1.5 times as long": demand.scaled(prompt=1.5),
@@ -303,7 +237,8 @@ def _drift(cluster: Cluster, demand: Demand, unit: Candidate, max_gpus: int) -> 
             changed,
             unit.prefill.profile,
             (gpu, unit.decode.profile),
-            far=unit.kind is Kind.ACROSS,
+            tier_use(cluster, changed, far=far),
+            far=far,
         )
         for change, changed in changes.items()
     }

@@ -13,12 +13,13 @@ from kvferry.model import ModelShape
 from kvferry.plan.cluster_file import ClusterFile, GpuTable, LinkTable, ProfileTable
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.compute_file import ProfileChoice
-from kvferry.plan.fleet import TIERS, EngineRules, Role, Spot, TierCost
+from kvferry.plan.fleet import TIERS, EngineRules, Role, Spot
 from kvferry.plan.handoff import Way
 from kvferry.plan.interference import MixedStep
 from kvferry.plan.payload import Payload, PayloadTable, PoolFormat
 from kvferry.plan.promise import FirstToken
 from kvferry.plan.sim_metrics import Targets
+from kvferry.plan.tier import TierCost
 from kvferry.units import parse_bytes, parse_rate, parse_seconds
 
 __all__ = ["Cluster", "Gpu", "Node", "build_cluster", "pool_tokens", "tier_cost"]
@@ -202,7 +203,7 @@ def _tiers(
     return tuple(tiers)
 
 
-_NEVER_USED = TierCost(label="no two instances are so near")
+_NEVER_USED = TierCost.typed(label="no two instances are so near")
 
 
 def _needed_tiers(nodes: tuple[Node, ...], smallest: int) -> set[int]:
@@ -239,7 +240,7 @@ def tier_cost(table: LinkTable, payload: Payload, open_links: OpenLinks) -> Tier
         label = (
             f"given: {table.measured}" if table.measured else "given by hand, not said how it was measured"
         )
-        return TierCost(
+        return TierCost.typed(
             parse_seconds(table.start),
             parse_seconds(table.descriptor),
             parse_rate(table.rate),
@@ -286,19 +287,14 @@ def _pair_cost(table: LinkTable, pair: LinkProfile, payload: Payload) -> TierCos
         fit = way.fit()
     except NoPlanError as error:
         fit, unknown = pair.fits[0].fit, error.message
-    nbytes, pieces = payload.nbytes // table.links, max(1, payload.descriptors // table.links)
+    nbytes, pieces = -(-payload.nbytes // table.links), max(1, -(-payload.descriptors // table.links))
     unknown = unknown or fit.why_unknown(nbytes, pieces)
-    line = fit.knee if fit.knee is not None and nbytes >= fit.knee.from_nbytes else fit
-    p95 = None if unknown else fit.spreads[-1].ratio_or_none(0.95) if fit.spreads else None
-    return TierCost(
-        start_seconds=line.a_seconds or 0.0,
-        descriptor_seconds=line.o_seconds or 0.0,
-        bytes_per_second=line.bytes_per_second or float("inf"),
-        spread_p95=p95 or 1.0,
-        links=table.links,
-        is_measured=unknown is None,
-        label=unknown or f"{pair.pair}, {pair.label}",
-    )
+    if unknown is not None:
+        # As in check: what cannot be predicted has no tail either.
+        fit = msgspec.structs.replace(fit, spreads=())
+    elif (far := fit.too_far(nbytes, pieces)) is not None:
+        unknown = f"{pair.pair}: the p95 prompt's {far}"
+    return TierCost(fit, table.links, unknown is None, unknown or f"{pair.pair}, {pair.label}")
 
 
 def pool_tokens(cluster: Cluster, gpu: Gpu, profile: ComputeProfile, tokens: int) -> int | None:

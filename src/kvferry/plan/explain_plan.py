@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from kvferry.plan.candidate import Candidate, Kind
-from kvferry.plan.choose import PlanResult, PlanRow
+from kvferry.plan.choose import PlanResult
 from kvferry.plan.cluster import Cluster
 from kvferry.plan.explain import Equation, number
+from kvferry.plan.fleet import Role
 from kvferry.plan.interference import itl_mean_seconds
-from kvferry.plan.payload import PayloadTable
-from kvferry.plan.ratio import LINK_USE, Demand, decode_rate
+from kvferry.plan.judge import PlanRow
+from kvferry.plan.ratio import Demand, decode_rate
 from kvferry.plan.reason import break_even_tokens
-from kvferry.plan.sizing import batch_of, side_of
+from kvferry.plan.sizing import batch_of, ports_rate, side_of, tier_use
 
 __all__ = ["explain_plan"]
 
@@ -27,7 +28,7 @@ def explain_plan(cluster: Cluster, demand: Demand, result: PlanResult) -> tuple[
     if apart is not None:
         equations += _screen(demand, apart)
     if apart is not None and together is not None:
-        equations.append(_decision(apart, together))
+        equations.append(_decision(apart, together, result))
     equations.append(_units(chosen, result))
     return tuple(equations)
 
@@ -89,22 +90,15 @@ def _capacity(cluster: Cluster, demand: Demand, unit: Candidate, carried: float)
     assert unit.decode is not None
     gpu = cluster.gpus[unit.decode.gpu]
     far = unit.kind is Kind.ACROSS
-    side = side_of(cluster, demand, unit.prefill.profile, (gpu, unit.decode.profile), far=far)
+    use = tier_use(cluster, demand, far=far)
+    side = side_of(cluster, demand, unit.prefill.profile, (gpu, unit.decode.profile), use, far=far)
     n_p, n_d = unit.prefill.count, unit.decode.count
-    nbytes = demand.mean_wire_bytes(PayloadTable(cluster.shape, cluster.pool))
-    cost = cluster.tiers[min(1, len(cluster.tiers) - 1)] if far else cluster.tiers[0]
-    link = Equation(
-        "link rate of an instance",
-        "eta * B / E[V]",
-        f"{LINK_USE} * {number(cost.rate)} / {number(nbytes)}",
-        side.link_rate,
-        "requests/s",
-    )
+    link = _ports(cluster, demand, unit)
     parts = f"{n_p} * {number(side.prefill_rate)}, {n_d} * {number(carried)}"
-    parts += f", {min(n_p, n_d)} * {number(side.link_rate)}, {n_d} * {number(side.staging_rate)}"
+    parts += f", {number(link.value)}, {n_d} * {number(side.staging_rate)}"
     bound = Equation(
         "bound",
-        "min(n_p * pp / T_p, n_d * b / (m * tau), min(n_p, n_d) * link, n_d * staging / T_x)",
+        "min(n_p * pp / T_p, n_d * b / (m * tau), link, n_d * staging / T_x)",
         f"min({parts})",
         unit.capacity.requests_per_second,
         "requests/s",
@@ -117,6 +111,28 @@ def _capacity(cluster: Cluster, demand: Demand, unit: Candidate, carried: float)
         "prefill to decode",
     )
     return [link, ratio, bound]
+
+
+def _ports(cluster: Cluster, demand: Demand, unit: Candidate) -> Equation:
+    """The ports of the unit: its nodes' for what leaves the domain, its instances' for the rest."""
+    near, far = (tier_use(cluster, demand, far=is_far) for is_far in (False, True))
+    far_share = 1 - unit.shares[0]
+    sides = [[i for i in unit.fleet.instances if i.role is role] for role in (Role.PREFILL, Role.DECODE)]
+    nodes = min(len({instance.spot.node for instance in side}) for side in sides)
+    own = min(len(side) for side in sides)
+    parts = []
+    for count, use, share in ((nodes, far, far_share), (own, near, 1 - far_share)):
+        if share > 0 and use.work_nbytes:
+            rate, work = number(use.bytes_per_second), number(use.work_nbytes)
+            parts.append(f"{count} * {rate} / ({work} * {number(share)})")
+    return Equation(
+        "link rate of the unit",
+        "min of nodes * port / (W * far share) and instances * port / (W * near share), "
+        "W = mean of V + o * n * B, with the measured spread",
+        f"min({', '.join(parts)})" if len(parts) > 1 else (parts or ["math.inf"])[0],
+        ports_rate(unit.fleet.instances, far_share, near, far),
+        "requests/s",
+    )
 
 
 def _screen(demand: Demand, apart: PlanRow) -> list[Equation]:
@@ -145,7 +161,17 @@ def _screen(demand: Demand, apart: PlanRow) -> list[Equation]:
     return equations
 
 
-def _decision(apart: PlanRow, together: PlanRow) -> Equation:
+def _decision(apart: PlanRow, together: PlanRow, result: PlanResult) -> Equation:
+    if result.is_rate_stated and apart.carries and together.carries:
+        assert apart.gpus_needed is not None
+        assert together.gpus_needed is not None
+        return Equation(
+            "gain",
+            "GPUs for the rate, colocated / apart - 1; apart is chosen above the margin",
+            f"{together.gpus_needed} / {apart.gpus_needed} - 1",
+            together.gpus_needed / apart.gpus_needed - 1,
+            "",
+        )
     assert apart.goodput_per_gpu is not None
     assert together.goodput_per_gpu is not None
     return Equation(

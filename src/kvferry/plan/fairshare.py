@@ -1,5 +1,8 @@
 """Flows over shared links: rates by max-min fairness, changed when a flow starts or ends.
 
+A flow has work, in bytes: its payload and, at its rate, the time that posting its descriptors takes. The
+links at its ends do all of the work; an uplink between them only carries the payload's share of it.
+
 Max-min: no flow can get more without taking from one that has no more than it. Found by filling:
 all rates rise together until a link is full or a flow reaches its own cap; those are fixed, the rest
 rise on. Links that all their flows together cannot fill tie nothing together, so a change is worked
@@ -8,6 +11,7 @@ out only over the flows that full links connect.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,22 +24,30 @@ _DUST = 1e-9
 
 
 class SharedLink:
-    """Something with a rate that flows share: a node's ports in one direction, an uplink."""
+    """Something with a rate that flows share: a node's ports in one direction, an uplink.
 
-    __slots__ = ("bytes_per_second", "carried_nbytes", "demand", "flows", "kind", "name")
+    ``work_nbytes`` is what kept it busy: of an end its flows' work, else their payload.
+    """
 
-    def __init__(self, name: str, kind: str, bytes_per_second: float) -> None:
+    __slots__ = ("bytes_per_second", "demand", "flows", "is_end", "kind", "name", "work_nbytes")
+
+    def __init__(self, name: str, kind: str, bytes_per_second: float, *, is_end: bool = True) -> None:
         self.name = name
         self.kind = kind
+        self.is_end = is_end
         self.bytes_per_second = bytes_per_second
         self.flows: dict[Flow, None] = {}
         self.demand = 0.0
-        self.carried_nbytes = 0.0
+        self.work_nbytes = 0.0
 
     @property
     def is_tight(self) -> bool:
         """Whether its flows together could ask for more than it has."""
         return self.demand > self.bytes_per_second * (1 + _DUST)
+
+    def takes(self, flow: Flow) -> float:
+        """What it has to do for each byte of a flow's work."""
+        return 1.0 if self.is_end else flow.payload_share
 
     def fair_share(self) -> float:
         """What one more flow would get here if all shared evenly."""
@@ -43,19 +55,22 @@ class SharedLink:
 
 
 class Flow:
-    """Bytes on their way over a path, at most ``cap`` of them a second."""
+    """Work on its way over a path, at most ``cap`` bytes of it a second; see the module."""
 
-    __slots__ = ("argument", "call", "cap", "left", "path", "rate", "since", "version")
+    __slots__ = ("argument", "call", "cap", "left", "path", "payload_share", "rate", "since", "version")
 
     def __init__(
         self,
-        nbytes: float,
+        work_nbytes: float,
         cap: float,
         path: tuple[SharedLink, ...],
         call: Callable[[float, Any], None],
         argument: Any,
+        *,
+        payload_share: float = 1.0,
     ) -> None:
-        self.left = nbytes
+        self.left = work_nbytes
+        self.payload_share = payload_share
         self.cap = cap
         self.path = path
         self.call = call
@@ -77,7 +92,7 @@ class Network:
         flow.since = now
         for link in flow.path:
             link.flows[flow] = None
-            link.demand += flow.cap
+            link.demand += flow.cap * link.takes(flow)
         self._share(now, flow)
 
     def drop(self, now: float, flow: Flow) -> None:
@@ -101,7 +116,7 @@ class Network:
                 neighbours |= link.flows
         for link in flow.path:
             del link.flows[flow]
-            link.demand = link.demand - flow.cap if link.flows else 0.0
+            link.demand = link.demand - flow.cap * link.takes(flow) if link.flows else 0.0
         neighbours.pop(flow, None)
         done: dict[Flow, None] = {}
         for neighbour in neighbours:
@@ -115,15 +130,15 @@ class Network:
 
     def _count(self, flow: Flow, moved: float) -> None:
         flow.left -= moved
-        self.delivered_nbytes += moved
+        self.delivered_nbytes += moved * flow.payload_share
         for link in flow.path:
-            link.carried_nbytes += moved
+            link.work_nbytes += moved * link.takes(flow)
 
     def _share(self, now: float, flow: Flow) -> dict[Flow, None]:
         """New rates for a flow and all that full links connect it with; returns them."""
         together = self._connected(flow)
         if len(together) == 1:
-            rates = {flow: min([flow.cap, *[link.bytes_per_second for link in flow.path]])}
+            rates = {flow: min([flow.cap, *[_alone(link, flow) for link in flow.path]])}
         else:
             rates = max_min_rates(together)
         for other, rate in rates.items():
@@ -154,22 +169,29 @@ class Network:
         return found
 
 
+def _alone(link: SharedLink, flow: Flow) -> float:
+    takes = link.takes(flow)
+    return link.bytes_per_second / takes if takes else math.inf
+
+
 def max_min_rates(flows: dict[Flow, None]) -> dict[Flow, float]:
     """The max-min fair rates of flows, given that they share their links with no others."""
     rates: dict[Flow, float] = {}
     room: dict[SharedLink, float] = {}
-    rising: dict[SharedLink, int] = {}
+    rising: dict[SharedLink, float] = {}
     for flow in flows:
         for link in flow.path:
             room.setdefault(link, link.bytes_per_second)
-            rising[link] = rising.get(link, 0) + 1
+            rising[link] = rising.get(link, 0.0) + link.takes(flow)
     waiting = dict(flows)
     while waiting:
-        level = min(room[link] / count for link, count in rising.items() if count)
+        level = min([room[link] / takes for link, takes in rising.items() if takes > _DUST], default=math.inf)
         capped = [flow for flow in waiting if flow.cap <= level * (1 + _DUST)]
         if not capped:
             full = {
-                link for link, count in rising.items() if count and room[link] / count <= level * (1 + _DUST)
+                link
+                for link, takes in rising.items()
+                if takes > _DUST and room[link] / takes <= level * (1 + _DUST)
             }
             capped = [flow for flow in waiting if not full.isdisjoint(flow.path)]
         for flow in capped:
@@ -177,6 +199,7 @@ def max_min_rates(flows: dict[Flow, None]) -> dict[Flow, float]:
             rates[flow] = rate
             del waiting[flow]
             for link in flow.path:
-                room[link] = max(0.0, room[link] - rate)
-                rising[link] -= 1
+                takes = link.takes(flow)
+                room[link] = max(0.0, room[link] - rate * takes)
+                rising[link] -= takes
     return rates

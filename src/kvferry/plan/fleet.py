@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 
 import msgspec
@@ -11,11 +10,13 @@ from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.fairshare import SharedLink
 from kvferry.plan.interference import MixedStep
 from kvferry.plan.promise import FirstToken
+from kvferry.plan.tier import Load, TierCost
 
-__all__ = ["TIERS", "EngineRules", "Fleet", "Instance", "Role", "Spot", "TierCost", "Wires"]
+__all__ = ["TIERS", "EngineRules", "Fleet", "Instance", "Role", "Spot", "Wires"]
 
 TIERS = ("domain", "rack", "pod", "cluster")
 """How near two instances are: the first of these that they share."""
+_MAX_LOADS = 1 << 18
 
 
 class Role(StrEnum):
@@ -41,39 +42,6 @@ class Spot(msgspec.Struct, frozen=True):
         if (self.rack, self.pod) == (other.rack, other.pod):
             return 1
         return 2 if self.pod == other.pod else 3
-
-
-class TierCost(msgspec.Struct, frozen=True):
-    """What a handoff costs over one tier when nothing else is on the way.
-
-    Args:
-        start_seconds, descriptor_seconds, bytes_per_second: of one link, as fitted.
-        spread_p95: the measured p95 over the typical copy.
-        links: links that one handoff uses side by side.
-        is_measured: False for a brochure rate, or where the fit lacks a term.
-        label: where it is from.
-    """
-
-    start_seconds: float = 0.0
-    descriptor_seconds: float = 0.0
-    bytes_per_second: float = math.inf
-    spread_p95: float = 1.0
-    links: int = 1
-    is_measured: bool = True
-    label: str = ""
-
-    @property
-    def rate(self) -> float:
-        """Bytes a second of one handoff."""
-        return self.bytes_per_second * self.links
-
-    def posting_seconds(self, descriptors: int) -> float:
-        """The part that does not depend on the bytes."""
-        return self.start_seconds + self.descriptor_seconds * max(1, -(-descriptors // self.links))
-
-    def seconds(self, nbytes: int, descriptors: int) -> float:
-        """A whole handoff, alone."""
-        return self.posting_seconds(descriptors) + nbytes / self.rate
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -132,7 +100,7 @@ class Fleet(msgspec.Struct, frozen=True):
     """
 
     instances: tuple[Instance, ...]
-    tiers: tuple[TierCost, ...] = (TierCost(),)
+    tiers: tuple[TierCost, ...] = (TierCost.typed(),)
     node_rate: float | None = None
     rack_uplink_rate: float | None = None
     pod_uplink_rate: float | None = None
@@ -158,6 +126,7 @@ class Wires:
         self.fleet = fleet
         self.links: dict[str, SharedLink] = {}
         self._paths: dict[tuple[str, str], tuple[TierCost, tuple[SharedLink, ...]]] = {}
+        self._loads: dict[tuple[int, int, int], Load] = {}
 
     @property
     def is_measured(self) -> bool:
@@ -170,6 +139,16 @@ class Wires:
         found = self._paths.get(key)
         if found is None:
             found = self._paths[key] = self._find(sender, receiver)
+        return found
+
+    def load(self, cost: TierCost, nbytes: int, descriptors: int) -> Load:
+        """What such a handoff asks of a way of the fleet's that costs this; remembered."""
+        key = (id(cost), nbytes, descriptors)
+        found = self._loads.get(key)
+        if found is None:
+            if len(self._loads) >= _MAX_LOADS:
+                self._loads.clear()
+            found = self._loads[key] = cost.load(nbytes, descriptors)
         return found
 
     def _find(self, sender: Instance, receiver: Instance) -> tuple[TierCost, tuple[SharedLink, ...]]:
@@ -196,5 +175,6 @@ class Wires:
     def _link(self, name: str, kind: str, rate: float) -> SharedLink:
         link = self.links.get(name)
         if link is None:
-            link = self.links[name] = SharedLink(name, kind, rate)
+            # Descriptors are posted at the ends: what lies between only carries their bytes.
+            link = self.links[name] = SharedLink(name, kind, rate, is_end="uplink" not in kind)
         return link

@@ -31,11 +31,13 @@ class Flip(msgspec.Struct, frozen=True):
         value: where the answer flips; None: nowhere in what was looked at.
         ttft_seconds: at that value.
         says: the same in words.
+        is_estimate: the answer there is an estimate: the link was not measured, or not nearly so far.
     """
 
     value: float | int | str | None
     ttft_seconds: float | None
     says: str
+    is_estimate: bool = False
 
 
 def flips(promise: Promise, now: Answer) -> dict[str, Flip]:
@@ -56,6 +58,14 @@ def flips(promise: Promise, now: Answer) -> dict[str, Flip]:
 def _holds(promise: Promise) -> bool:
     ttft = answer(promise).ttft_seconds
     return ttft is not None and ttft <= promise.target_seconds
+
+
+def _flip(value: float | str | None, promise: Promise, says: str) -> Flip:
+    """The flip at that value, whose question is ``promise``; marked where its answer is an estimate."""
+    found = answer(promise)
+    if not found.unknown:
+        return Flip(value, found.ttft_seconds, says)
+    return Flip(value, found.ttft_seconds, f"{says} (an estimate: {found.unknown[0]})", is_estimate=True)
 
 
 def _border(low: int, high: int, is_good: Callable[[int], bool]) -> int:
@@ -82,11 +92,10 @@ def _prompt(promise: Promise) -> Flip:
     high = max(2, promise.prompt_tokens)
     while _holds(at(high)):
         if high >= MAX_PROMPT_TOKENS:
-            return Flip(None, None, f"holds up to {high:,} tokens and more, {note}")
+            return _flip(None, at(high), f"holds up to {high:,} tokens and more, {note}")
         high *= 2
     border = _border(1, high, lambda tokens: _holds(at(tokens)))
-    ttft = answer(at(border)).ttft_seconds
-    return Flip(border, ttft, f"holds up to {border:,} prompt tokens, {note}")
+    return _flip(border, at(border), f"holds up to {border:,} prompt tokens, {note}")
 
 
 def _cached(promise: Promise) -> Flip:
@@ -99,20 +108,20 @@ def _cached(promise: Promise) -> Flip:
     where = "at prefill and decode" if isinstance(promise.prefill, ComputeProfile) else "at decode"
     most = -(-promise.prompt_tokens // block)
     if _holds(at(0)):
-        return Flip(0, answer(at(0)).ttft_seconds, "holds without any prefix hit")
+        return _flip(0, at(0), "holds without any prefix hit")
     if not _holds(at(most)):
         return Flip(None, None, f"does not hold even if the whole prompt is cached {where}")
     fewest = most - _border(0, most, lambda left: _holds(at(most - left)))
     needed = at(fewest)
     says = f"holds from {needed.cached_tokens:,} tokens cached {where}"
-    return Flip(needed.cached_tokens, answer(needed).ttft_seconds, says)
+    return _flip(needed.cached_tokens, needed, says)
 
 
 def _share(promise: Promise, cached: Flip) -> Flip:
     if not isinstance(cached.value, int):
         return Flip(None, None, cached.says)
     share = cached.value / promise.prompt_tokens
-    return Flip(share, cached.ttft_seconds, f"a prefix-hit share of {share:.0%}")
+    return replace(cached, value=share, says=f"a prefix-hit share of {share:.0%}")
 
 
 def _bandwidth(promise: Promise, now: Answer) -> Flip | None:
@@ -128,14 +137,14 @@ def _bandwidth(promise: Promise, now: Answer) -> Flip | None:
     if not _holds(at(high)):
         return Flip(None, None, "no rate is enough: the other parts take too long")
     if _holds(at(low)):
-        return Flip(0.0, answer(at(low)).ttft_seconds, "any rate is enough")
+        return _flip(0.0, at(low), "any rate is enough")
     while high / low > 1.0005:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if _holds(at(middle)) else (middle, high)
     says = (
         f"holds from {rate * high / 1e9:.3g} GB/s ({8 * rate * high / 1e9:.3g} Gb/s) on, now {rate / 1e9:.3g}"
     )
-    return Flip(rate * high, answer(at(high)).ttft_seconds, says)
+    return _flip(rate * high, at(high), says)
 
 
 def _dtype(promise: Promise) -> Flip | None:
@@ -154,7 +163,7 @@ def _dtype(promise: Promise) -> Flip | None:
             continue
         tried.append(name)
         if found.ttft_seconds is not None and found.ttft_seconds <= promise.target_seconds:
-            return Flip(name, found.ttft_seconds, f"holds with KV as {name}; its quality is for you to judge")
+            return _flip(name, with_dtype, f"holds with KV as {name}; its quality is for you to judge")
     if not tried:
         return None
     return Flip(None, None, f"does not hold with KV as {', '.join(tried)} either")
@@ -171,5 +180,5 @@ def _overlap(promise: Promise, now: Answer) -> Flip | None:
     if not _holds(replace(promise, groups=fewest)):
         border = _border(fewest, most, lambda groups: not _holds(replace(promise, groups=groups)))
         fewest = border + 1
-    ttft = answer(replace(promise, groups=fewest)).ttft_seconds
-    return Flip(fewest, ttft, f"holds when the KV leaves in {fewest} groups while prefill computes")
+    says = f"holds when the KV leaves in {fewest} groups while prefill computes"
+    return _flip(fewest, replace(promise, groups=fewest), says)

@@ -16,7 +16,7 @@ from kvferry.plan.sim_result import Result
 from kvferry.plan.simulate import simulate
 from kvferry.plan.trace import TraceRow
 
-__all__ = ["Goodput", "find_goodput", "rows_at_rate"]
+__all__ = ["Goodput", "at_rate", "find_goodput", "rows_at_rate"]
 
 _PRECISION = 0.02
 _STAYS = 4
@@ -58,6 +58,37 @@ def rows_at_rate(rows: Sequence[TraceRow], rate: float, seed: int = 0) -> list[T
     return [row._replace(arrival_seconds=time) for row, time in zip(rows, times, strict=True)]
 
 
+def at_rate(
+    fleet: Fleet,
+    rows: Sequence[TraceRow],
+    payload: PayloadTable,
+    rate: float,
+    *,
+    rules: EngineRules,
+    targets: Targets,
+    policy: Policy,
+    requests: int = 1000,
+    seed: int = 0,
+) -> Result:
+    """The run at one rate, of as many requests as it takes until the queues are there.
+
+    Args:
+        fleet, rows, payload, rules, policy, targets, seed: as for ``simulate``.
+        rate: requests a second.
+        requests: the fewest that a run takes; more at rates at which these would be over too soon.
+    """
+    count = max(requests, math.ceil(_STAYS * rate * _longest_stay(rows[:requests], targets)))
+    return simulate(
+        fleet,
+        rows_at_rate(rows[:count], rate, seed),
+        payload,
+        rules=rules,
+        policy=policy,
+        targets=targets,
+        seed=seed,
+    )
+
+
 def find_goodput(
     fleet: Fleet,
     rows: Sequence[TraceRow],
@@ -69,30 +100,31 @@ def find_goodput(
     bound: float,
     requests: int = 1000,
     seed: int = 0,
+    kept: tuple[float, Result] | None = None,
 ) -> Goodput:
     """Halve between nothing and ``bound`` requests a second, to 2 %.
 
     Args:
-        fleet, rows, payload, rules, policy, targets, seed: as for ``simulate``.
+        fleet, rows, payload, rules, targets, policy, requests, seed: as for :func:`at_rate`.
         bound: a rate that the unit cannot exceed.
-        requests: the fewest that a run takes; more at rates at which these would be over too soon.
+        kept: a rate that is known to keep the targets, with its run: the halving begins there.
     """
-    stay = _longest_stay(rows[:requests], targets)
 
     def at(rate: float) -> Result:
-        count = max(requests, math.ceil(_STAYS * rate * stay))
-        return simulate(
+        return at_rate(
             fleet,
-            rows_at_rate(rows[:count], rate, seed),
+            rows,
             payload,
+            rate,
             rules=rules,
-            policy=policy,
             targets=targets,
+            policy=policy,
+            requests=requests,
             seed=seed,
         )
 
     low, high = 0.02 * bound, 1.02 * bound
-    best = at(low)
+    low, best = kept or (low, at(low))
     if best.slo_attainment < targets.attainment:
         return Goodput(0.0, best, best)
     beyond: Result | None = None

@@ -99,28 +99,30 @@ def _time(fit: LinkFit, way: Way, nbytes: int, descriptors: int, unknown: str | 
     start = fit.a_seconds or 0.0
     descriptor = (fit.o_seconds or 0.0) * pieces
     unknown = unknown or fit.why_unknown(share, pieces)
-    seconds = typical
+    seconds, far = typical, None
     if unknown is None:
         try:
             seconds = fit.predict_quantile(way.quantile, share, pieces)
         except NoPlanError as error:
             unknown = f"{way.link.pair}: {error.message}"
+        # The line goes on as an estimate.
+        far = fit.too_far(share, pieces)
     return LinkTime(
         seconds=seconds,
         start_seconds=start,
         descriptor_seconds=descriptor,
         byte_seconds=max(0.0, typical - start - descriptor),
         spread_seconds=seconds - typical,
-        unknown=unknown,
-        beyond=fit.beyond(share, pieces) if unknown is None else (),
+        unknown=unknown or (far and f"{way.link.pair}: {far}; probe it with such a payload"),
+        beyond=fit.beyond(share, pieces) if unknown is far is None else (),
     )
 
 
 def handoff_service(way: Way, nbytes: int, descriptors: int) -> Service:
     """How long one handoff keeps the link busy, by mean and mean square: what waits for it are made of.
 
-    Not the quantile: a handoff that takes its p95 does so once in twenty times. A link without a
-    measured spread takes its typical time always.
+    Without its start, which is round trips: see ``kvferry.plan.tier``. Not the quantile: a handoff that
+    takes its p95 does so once in twenty times. A link without a measured spread takes its typical time.
     """
     share, pieces = -(-nbytes // way.links), max(1, -(-descriptors // way.links))
     if share == 0:
@@ -129,7 +131,10 @@ def handoff_service(way: Way, nbytes: int, descriptors: int) -> Service:
         fit = way.fit()
     except NoPlanError:
         fit = way.link.fits[0].fit
-    return Service(*fit.mean_and_square(share, pieces))
+    mean, square = fit.mean_and_square(share, pieces)
+    typical = fit.at_least(share, pieces)
+    busy = 1 - fit.start_of(share, pieces) / typical if typical else 0.0
+    return Service(mean * busy, square * busy * busy)
 
 
 def _faster(fit: LinkFit, factor: float) -> LinkFit:

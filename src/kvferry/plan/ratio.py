@@ -2,18 +2,19 @@
 
     prefill   n_p * pp / T_p                       T_p: mean prefill time of the workload, hits counted
     decode    n_d * b / (m * tau(b))               b: the batch whose step still keeps the TPOT target
-    link      eta * rate / E[V]                    eta = 0.7: above it the waits grow without use
+    link      rate / E[W]                          W: bytes and posting of a handoff; plan/tier.py
     staging   n_d * slots / T_x                    slots: handoffs that may be on the way to one instance
 
 The least of these is what the unit can carry; what the others have beyond it is their slack. The
-whole numbers are those with the most requests a second for each GPU. These are means: a rate that keeps
-a TTFT target at the tail is lower, and the simulator finds it.
+whole numbers are those with the most requests a second for each GPU; a link counts 0.7 of its rate there,
+as above it the waits grow without use. These are means: a rate that keeps a TTFT target at the tail is
+lower, and the simulator finds it. It saturates where this says.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -76,10 +77,14 @@ class Demand(msgspec.Struct, frozen=True):
 
     def mean_wire_bytes(self, payload: PayloadTable) -> float:
         """E[V]."""
+        return self.mean_over(payload, lambda nbytes, _: float(nbytes))
+
+    def mean_over(self, payload: PayloadTable, value: Callable[[int, int], float]) -> float:
+        """The mean over the requests of what ``value`` says of a payload's bytes and descriptors."""
         pairs, counts = np.unique(
             np.column_stack([self.prompt_tokens, self.hit_tokens]), axis=0, return_counts=True
         )
-        return float(np.average([payload.pair(*pair)[0] for pair in pairs.tolist()], weights=counts))
+        return float(np.average([value(*payload.pair(*pair)) for pair in pairs.tolist()], weights=counts))
 
     def scaled(self, prompt: float = 1.0, output: float = 1.0) -> Demand:
         """The same with longer or shorter prompts (and their hits) and outputs."""
@@ -93,7 +98,7 @@ class Demand(msgspec.Struct, frozen=True):
 class Side(msgspec.Struct, frozen=True):
     """What one instance of each role carries, requests a second, and what a link and staging allow.
 
-    ``link_rate`` is of one prefill or decode instance's share of the ports; infinite where it is free.
+    ``link_rate`` is of one instance's share of the ports, used to ``LINK_USE``; infinite where it is free.
     """
 
     prefill_rate: float
@@ -172,12 +177,12 @@ def decode_rate(profile: ComputeProfile, batch: int, demand: Demand) -> float:
     return batch / (demand.mean_output_tokens * step)
 
 
-def capacity(side: Side, prefill: int, decode: int) -> Capacity:
-    """What so many instances carry."""
+def capacity(side: Side, prefill: int, decode: int, link_rate: float | None = None) -> Capacity:
+    """What so many instances carry; ``link_rate`` is what the links of all together do, where it is known."""
     parts = {
         "prefill": prefill * side.prefill_rate,
         "decode": decode * side.decode_rate,
-        "link": min(prefill, decode) * side.link_rate,
+        "link": min(prefill, decode) * side.link_rate if link_rate is None else link_rate,
         "staging": decode * side.staging_rate,
     }
     limit = min(parts, key=lambda part: parts[part])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvferry.plan.candidate import Candidate, Kind
 from kvferry.plan.cluster import Cluster
 from kvferry.plan.goodput import Goodput
@@ -14,9 +16,9 @@ from kvferry.plan.sim_metrics import Targets
 from kvferry.units import format_seconds
 
 if TYPE_CHECKING:
-    from kvferry.plan.choose import PlanRow
+    from kvferry.plan.judge import PlanRow
 
-__all__ = ["best_row", "break_even_tokens", "limit_of", "reason_for"]
+__all__ = ["Question", "best_row", "break_even_tokens", "limit_of", "reason_for"]
 
 
 def limit_of(found: Goodput, targets: Targets) -> str | None:
@@ -43,23 +45,34 @@ def break_even_tokens(handoff_seconds: float, itl_together: float, itl_apart: fl
     return 1 + handoff_seconds / saved if saved > 0 else None
 
 
+class Question(msgspec.Struct, frozen=True):
+    """What a plan was asked. ``rate``: requests a second that were stated, else None."""
+
+    cluster: Cluster
+    demand: Demand
+    rate: float | None
+    margin: float
+
+
 def reason_for(
-    cluster: Cluster, demand: Demand, rows: Sequence[PlanRow], chosen: PlanRow | None, margin: float
+    asked: Question, rows: Sequence[PlanRow], chosen: PlanRow | None, *, is_certain: bool
 ) -> tuple[str, ...]:
-    """The sentences; the first one is the answer."""
-    apart = best_row(rows, lambda candidate: candidate.kind is not Kind.COLOCATED)
-    together = best_row(rows, lambda candidate: candidate.kind is Kind.COLOCATED)
+    """The sentences; the first one is the answer. ``is_certain``: see ``_interference``."""
     if chosen is None:
-        return ("No candidate keeps both targets at any rate.", *_failures(rows))
-    sentences = [_headline(chosen, apart, together, margin)]
-    sentences += _tokens(demand, apart)
+        return _nothing(asked, rows)
+    if asked.rate is not None:
+        sentences = [_headline_for_rate(chosen, rows, asked)]
+    else:
+        sentences = [_headline(chosen, rows, asked.margin)]
+    apart = best_row(rows, lambda candidate: candidate.kind is not Kind.COLOCATED)
+    sentences += _tokens(asked.demand, apart)
     sentences += _rejections(rows, chosen)
-    sentences += _where(cluster, rows, chosen)
+    sentences += _where(asked.cluster, rows, chosen)
     if not chosen.is_measured:
         sentences.append(
             "The choice rests on a link that nobody measured: probe it before you promise anything."
         )
-    sentences += _interference(rows, chosen, margin)
+    sentences += _interference(rows, chosen, is_certain=is_certain)
     return tuple(sentences)
 
 
@@ -68,13 +81,63 @@ def best_row(rows: Sequence[PlanRow], of_kind: Callable[[Candidate], bool]) -> P
     return next((row for row in rows if row.goodput and of_kind(row.candidate)), None)
 
 
-def _headline(chosen: PlanRow, apart: PlanRow | None, together: PlanRow | None, margin: float) -> str:
-    name = chosen.candidate.name
-    here = f"{chosen.goodput_per_gpu:.3g} good requests a second per GPU, limited by {chosen.limit}"
+def _nothing(asked: Question, rows: Sequence[PlanRow]) -> tuple[str, ...]:
+    """Why there is no choice: no rate at all, or less than the stated one, and by how much."""
+    able = [row for row in rows if row.goodput]
+    if asked.rate is None or not able:
+        return ("No candidate keeps both targets at any rate.", *_failures(rows))
+    gpus = asked.cluster.num_gpus
+    sentences = [f"No candidate carries {_rate(asked.rate)} requests/s within the targets on {gpus} GPUs."]
+    for kind in Kind:
+        best = max(
+            (row for row in able if row.candidate.kind is kind), key=lambda row: row.most, default=None
+        )
+        if best is not None:
+            short = f"{_rate(best.most)}, which is {1 - best.most / asked.rate:.0%} short"
+            units = f"{best.units_possible} of {best.candidate.name} carry {short}"
+            needed = f"the rate takes {best.units_needed} ({best.gpus_needed:,} GPUs)"
+            sentences.append(f"{units}, limited by {best.limit}; {needed}.")
+    return tuple(sentences)
+
+
+def _here(chosen: PlanRow) -> str:
+    return f"{chosen.goodput_per_gpu:.3g} good requests a second per GPU, limited by {chosen.limit}"
+
+
+def _headline_for_rate(chosen: PlanRow, rows: Sequence[PlanRow], asked: Question) -> str:
+    carried = f"carries {_rate(asked.rate)} requests/s with {chosen.gpus_needed} GPUs"
+    here = f"{_units(chosen)}: {carried}, {_here(chosen)}"
+    is_apart = chosen.candidate.kind is not Kind.COLOCATED
+    others = [row for row in rows if row.carries]
+    other = best_row(others, lambda candidate: (candidate.kind is not Kind.COLOCATED) != is_apart)
+    if other is None:
+        word = "colocated" if is_apart else "disaggregated"
+        return f"{here}; no {word} candidate carries it."
+    against = f"{_units(other)} takes {other.gpus_needed} GPUs"
+    if (other.gpus_needed or 0) > (chosen.gpus_needed or 0):
+        return f"{here}; {against}."
+    if other.gpus_needed == chosen.gpus_needed:
+        return f"{here}; {against} too, with {other.goodput_per_gpu:.3g} a second per GPU."
+    return f"{here}; {against}, which is not the {asked.margin:.0%} less that a second pool must bring."
+
+
+def _rate(value: float | None) -> str:
+    value = value or 0.0
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _units(row: PlanRow) -> str:
+    return row.candidate.name if row.units_needed == 1 else f"{row.units_needed} x ({row.candidate.name})"
+
+
+def _headline(chosen: PlanRow, rows: Sequence[PlanRow], margin: float) -> str:
+    apart = best_row(rows, lambda candidate: candidate.kind is not Kind.COLOCATED)
+    together = best_row(rows, lambda candidate: candidate.kind is Kind.COLOCATED)
+    here = f"{chosen.candidate.name}: {_here(chosen)}"
     if apart is None:
-        return f"{name}: {here}; no disaggregated candidate keeps the targets."
+        return f"{here}; no disaggregated candidate keeps the targets."
     if together is None:
-        return f"{name}: {here}; no colocated candidate keeps the targets."
+        return f"{here}; no colocated candidate keeps the targets."
     other = together if chosen is apart else apart
     assert other.goodput_per_gpu is not None
     assert chosen.goodput_per_gpu is not None
@@ -86,7 +149,7 @@ def _headline(chosen: PlanRow, apart: PlanRow | None, together: PlanRow | None, 
             f"{other.candidate.name} has {other.goodput_per_gpu:.3g}, "
             f"which is not the {margin:.0%} more that a second pool must bring"
         )
-    return f"{name}: {here}; {against}."
+    return f"{here}; {against}."
 
 
 def _tokens(demand: Demand, apart: PlanRow | None) -> list[str]:
@@ -143,21 +206,22 @@ def _rejections(rows: Sequence[PlanRow], chosen: PlanRow) -> list[str]:
     return [f"Across nodes is out: {across[0].rejected}."]
 
 
-def _interference(rows: Sequence[PlanRow], chosen: PlanRow, margin: float) -> list[str]:
-    """What the bounds of a mixed step mean for the choice, where it was not measured."""
+def _interference(rows: Sequence[PlanRow], chosen: PlanRow, *, is_certain: bool) -> list[str]:
+    """What the bounds of a mixed step mean for the choice, where it was not measured.
+
+    ``is_certain``: colocation would be chosen at the lower end too.
+    """
     longer = best_row(rows, lambda candidate: candidate.mixed is MixedStep.LONGER)
     both = best_row(rows, lambda candidate: candidate.mixed is MixedStep.SUM)
     apart = best_row(rows, lambda candidate: candidate.kind is not Kind.COLOCATED)
-    if longer is None or apart is None or longer.candidate.mixed is not MixedStep.LONGER:
+    if longer is None or apart is None:
         return []
-    assert apart.goodput_per_gpu is not None
-    assert longer.goodput_per_gpu is not None
     low = 0.0 if both is None or both.goodput_per_gpu is None else both.goodput_per_gpu
     text = (
         f"Interference was not measured: colocated carries between {low:.3g} and "
         f"{longer.goodput_per_gpu:.3g} per GPU, as steps with prefill in them hide nothing or all"
     )
-    if chosen.candidate.kind is Kind.COLOCATED and apart.goodput_per_gpu > (1 + margin) * low:
+    if chosen.candidate.kind is Kind.COLOCATED and not is_certain:
         return [f"{text}; at the lower end disaggregation would be chosen, so measure it."]
     return [f"{text}; the choice is the same at both ends."]
 

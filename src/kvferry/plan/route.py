@@ -117,10 +117,10 @@ class Router:
         best, best_cost = fit[0], (True, float("inf"), 0)
         for worker in fit:
             hit = min(hits.get(worker.number, 0) * PREFIX_BLOCK_TOKENS, request.context_tokens)
-            nbytes, descriptors = self._payload.pair(request.context_tokens, hit)
             cost, path = self._wires.between(sender.instance, worker.instance)
-            rate = min([cost.rate, *[link.fair_share() for link in path]])
-            seconds = cost.posting_seconds(descriptors) + nbytes / rate
+            load = self._wires.load(cost, *self._payload.pair(request.context_tokens, hit))
+            rate = min([load.bytes_per_second, *[link.fair_share() for link in path]])
+            seconds = load.start_seconds + (load.work_nbytes / rate if load.work_nbytes else 0.0)
             batch = worker.batch
             context = batch.context + request.context_tokens
             step = worker.instance.profile.decode_seconds(batch.count + 1, context)

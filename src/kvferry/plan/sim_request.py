@@ -66,10 +66,13 @@ class Request:
         "handed_over",
         "hashes",
         "joined_step",
+        "late",
+        "luck",
         "nbytes",
         "needs_tokens",
         "number",
         "output_tokens",
+        "pieces",
         "prefill",
         "prefill_end",
         "prefill_hit_tokens",
@@ -90,6 +93,7 @@ class Request:
         self.hashes = hashes
         self.tokens_left = output_tokens
         self.first: float | None = None
+        self.luck: float | None = None
         self.attempts = 0
         self.begin_attempt()
 
@@ -101,7 +105,8 @@ class Request:
         self.decode: str | None = None
         self.flow: Flow | None = None
         self.prefill_hit_tokens = self.decode_hit_tokens = 0
-        self.nbytes = self.needs_tokens = self.chunk_done = self.joined_step = 0
+        self.late = 1.0
+        self.nbytes = self.pieces = self.needs_tokens = self.chunk_done = self.joined_step = 0
         self.prefill_start = self.prefill_end = self.arrival
         self.room_asked = self.room_given = self.handed_over = self.arrival
 

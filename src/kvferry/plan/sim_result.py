@@ -13,7 +13,10 @@ __all__ = ["Result", "Utilisation", "result_of"]
 
 
 class Utilisation(msgspec.Struct, frozen=True):
-    """Shares of the time: the mean over the links of a kind, and the busiest of them."""
+    """Shares of the time: the mean over the links of a kind, and the busiest of them.
+
+    An end (a domain's or a node's port) is also in use while descriptors are posted to it.
+    """
 
     mean: float
     most: float
@@ -24,7 +27,10 @@ class Result(msgspec.Struct, frozen=True):
     """What a run says. Rates are per second of ``span_seconds``, from the first arrival to the last end.
 
     ``goodput`` counts requests that kept to both targets; ``slo_attainment`` their share.
-    ``bytes_started`` and ``bytes_delivered`` are of finished and dropped handoffs alike.
+    ``bytes_started`` and ``bytes_delivered`` are of finished and dropped handoffs alike. ``handoffs_too_far``
+    were larger than a measured tier's measurements reach (decision 0160). ``is_measured`` is False where a
+    tier that was used is unmeasured, or where more than 1 % of the handoffs are too far: the percentiles
+    go up to 99.
     """
 
     requests: int
@@ -50,6 +56,7 @@ class Result(msgspec.Struct, frozen=True):
     bytes_sent: int
     bytes_delivered: float
     bytes_dropped: float
+    handoffs_too_far: int
     is_measured: bool
 
 
@@ -61,6 +68,7 @@ def result_of(
     prefill_busy_seconds: Sequence[float],
     delivered_nbytes: float,
     dropped_nbytes: float,
+    handoffs_too_far: int,
 ) -> Result:
     """Everything that was counted, as shares and rates."""
     fleet = wires.fleet
@@ -91,14 +99,15 @@ def result_of(
         bytes_sent=tally.bytes_sent,
         bytes_delivered=delivered_nbytes,
         bytes_dropped=dropped_nbytes,
-        is_measured=wires.is_measured,
+        handoffs_too_far=handoffs_too_far,
+        is_measured=wires.is_measured and handoffs_too_far <= 0.01 * tally.handoffs,
     )
 
 
 def _utilisation(wires: Wires, per_second: float) -> dict[str, Utilisation]:
     by_kind: dict[str, list[tuple[float, str]]] = {}
     for link in wires.links.values():
-        use = link.carried_nbytes * per_second / link.bytes_per_second
+        use = link.work_nbytes * per_second / link.bytes_per_second
         by_kind.setdefault(link.kind, []).append((use, link.name))
     return {
         kind: Utilisation(sum(use for use, _ in uses) / len(uses), *max(uses))

@@ -14,7 +14,7 @@ import msgspec
 from kvferry.errors import InputError
 from kvferry.plan.events import Events
 from kvferry.plan.fairshare import Flow, Network, SharedLink
-from kvferry.plan.fleet import EngineRules, Fleet, Role, TierCost, Wires
+from kvferry.plan.fleet import EngineRules, Fleet, Role, Wires
 from kvferry.plan.payload import PayloadTable
 from kvferry.plan.prefix import PrefixIndex
 from kvferry.plan.promise import FirstToken
@@ -24,6 +24,7 @@ from kvferry.plan.sim_metrics import Tally, Targets
 from kvferry.plan.sim_request import Outcome, Request, RequestRecord
 from kvferry.plan.sim_result import Result, result_of
 from kvferry.plan.sim_workers import DecodeWorker, PrefillWorker
+from kvferry.plan.tier import TierCost
 from kvferry.plan.trace import PREFIX_BLOCK_TOKENS, TraceRow
 
 __all__ = ["Kill", "Simulation", "simulate"]
@@ -48,7 +49,7 @@ def simulate(
     targets: Targets | None = None,
     kills: Sequence[Kill] = (),
     seed: int = 0,
-    with_spread: bool = False,
+    with_spread: bool = True,
     keep: Callable[[RequestRecord], None] | None = None,
 ) -> Result:
     """Run a trace to its end.
@@ -61,15 +62,16 @@ def simulate(
         prefill_policy: how prefill is chosen, where it is not as ``policy`` says.
         kills: failures.
         seed: of the spread.
-        with_spread: draw each handoff's time around the typical one, log-normal with the measured p95.
+        with_spread: draw each handoff's time from the measured spread of its tier, where it has one;
+            else all are typical.
         keep: called with the record of every request when it ends.
 
     Raises InputError for a fleet without instances, an unknown instance in ``kills``, rows without times.
     """
     run = Simulation(fleet, payload, rules or EngineRules(), targets or Targets(), policy, prefill_policy)
     run.keep = keep
-    if with_spread:
-        run.spread = random.Random(seed)  # noqa: S311 - nothing secret
+    if with_spread and any(tier.fit.spreads for tier in fleet.tiers):
+        run.luck = random.Random(seed)  # noqa: S311 - nothing secret
     run.plan_failures(kills)
     for number, row in enumerate(rows):
         if row.arrival_seconds is None:
@@ -96,7 +98,7 @@ class Simulation:
         self.wires = Wires(fleet)
         self.tally = Tally(targets)
         self.keep: Callable[[RequestRecord], None] | None = None
-        self.spread: random.Random | None = None
+        self.luck: random.Random | None = None
         self._payload = payload
         self._colocated = fleet.of_role(Role.COLOCATED)
         self._prefill, self._decode = self._workers()
@@ -117,6 +119,7 @@ class Simulation:
         self._first_arrival = 0.0
         self._last_end = 0.0
         self._dropped = 0.0
+        self._too_far = 0
 
     def _workers(self) -> tuple[list[PrefillWorker | ColocatedWorker], list[DecodeWorker]]:
         events, rules = self.events, self.rules
@@ -146,7 +149,11 @@ class Simulation:
         if not self._arrived:
             self._first_arrival = now
         self._arrived += 1
-        self._route(now, Request(number, now, row.prompt_tokens, row.output_tokens, row.prefix_hashes))
+        request = Request(number, now, row.prompt_tokens, row.output_tokens, row.prefix_hashes)
+        if self.luck is not None:
+            # Drawn here and not at the handoff: fleets that are compared see the same luck.
+            request.luck = self.luck.random()
+        self._route(now, request)
 
     def finish(self) -> Result:
         """Run until nothing is left to happen."""
@@ -216,17 +223,19 @@ class Simulation:
         worker.reserve(now, request)
 
     def room_given(self, now: float, request: Request) -> None:
-        """See Stage: post the handoff; its bytes follow after the start cost, once there are any."""
+        """See Stage: post the handoff; it keeps the link busy after the start cost, once there is KV."""
         cost, _ = self._way(request)
-        request.nbytes, descriptors = self._payload.pair(request.context_tokens, request.decode_hit_tokens)
-        late = self._lateness(cost)
-        posted = now + cost.posting_seconds(descriptors) * late
+        request.nbytes, pieces = self._payload.pair(request.context_tokens, request.decode_hit_tokens)
+        request.pieces = pieces
+        request.late = self._lateness(cost, request)
+        if cost.too_far(request.nbytes, pieces) is not None:
+            self._too_far += 1
+        start = self.wires.load(cost, request.nbytes, pieces).start_seconds * request.late
+        posted = now + start
         if self.rules.groups > 1:
             first_group = (request.prefill_end - request.prefill_start) / self.rules.groups
-            posted = max(
-                posted, request.prefill_start + first_group + cost.posting_seconds(descriptors) * late
-            )
-        self.events.at(posted, self._send, (request, request.attempts, late))
+            posted = max(posted, request.prefill_start + first_group + start)
+        self.events.at(posted, self._send, (request, request.attempts))
 
     def end_request(self, now: float, request: Request) -> None:
         """See Stage."""
@@ -238,18 +247,27 @@ class Simulation:
         sender, receiver = self._by_name[request.prefill or ""], self._by_name[request.decode or ""]
         return self.wires.between(sender.instance, receiver.instance)
 
-    def _lateness(self, cost: TierCost) -> float:
-        if self.spread is None or cost.spread_p95 <= 1:
+    def _lateness(self, cost: TierCost, request: Request) -> float:
+        """How many times as long as the typical handoff this one takes."""
+        if request.luck is None or not cost.fit.spreads:
             return 1.0
-        # 1.645 is the p95 of the normal distribution.
-        return float(cost.spread_p95 ** (self.spread.gauss(0, 1) / 1.645))
+        typical = cost.seconds(request.nbytes, request.pieces)
+        return (
+            cost.quantile_seconds(request.luck, request.nbytes, request.pieces) / typical if typical else 1.0
+        )
 
-    def _send(self, now: float, ticket: tuple[Request, int, float]) -> None:
-        request, attempt, late = ticket
+    def _send(self, now: float, ticket: tuple[Request, int]) -> None:
+        request, attempt = ticket
         if request.attempts != attempt:
             return
         cost, path = self._way(request)
-        request.flow = Flow(request.nbytes, cost.rate / late, path, self._sent, request)
+        load = self.wires.load(cost, request.nbytes, request.pieces)
+        work = load.work_nbytes * request.late
+        if not work:
+            self._sent(now, request)
+            return
+        share = request.nbytes / work
+        request.flow = Flow(work, load.bytes_per_second, path, self._sent, request, payload_share=share)
         self.network.start(now, request.flow)
 
     def _sent(self, now: float, request: Request) -> None:
@@ -258,8 +276,7 @@ class Simulation:
         arrival = now + rules.sync_seconds
         if rules.groups > 1:
             cost, _ = self._way(request)
-            payload = self._payload.pair(request.context_tokens, request.decode_hit_tokens)
-            last = cost.seconds(*payload) / rules.groups
+            last = cost.seconds(request.nbytes, request.pieces) * request.late / rules.groups
             arrival = max(arrival, request.prefill_end + last + rules.sync_seconds)
         if arrival > now:
             self.events.at(arrival, self._arrived_kv, (request, request.attempts))
@@ -318,7 +335,7 @@ class Simulation:
     def _drop_flow(self, now: float, request: Request) -> None:
         if request.flow is not None:
             self.network.drop(now, request.flow)
-            self._dropped += request.nbytes - request.flow.left
+            self._dropped += request.nbytes - request.flow.left * request.flow.payload_share
             request.flow = None
 
     def _revive(self, now: float, name: str) -> None:
@@ -340,6 +357,7 @@ class Simulation:
             prefill_busy_seconds=[worker.busy_seconds for worker in self._prefill],
             delivered_nbytes=self.network.delivered_nbytes,
             dropped_nbytes=self._dropped,
+            handoffs_too_far=self._too_far,
         )
 
 

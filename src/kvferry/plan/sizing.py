@@ -2,14 +2,62 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from collections.abc import Sequence
+
+import msgspec
 
 from kvferry.plan.cluster import Cluster, Gpu, pool_tokens
 from kvferry.plan.compute import ComputeProfile
+from kvferry.plan.fleet import Instance, Role
 from kvferry.plan.payload import PayloadTable
 from kvferry.plan.ratio import LINK_USE, Demand, Side, decode_batch, decode_rate
 
-__all__ = ["batch_of", "side_of"]
+__all__ = ["TierUse", "batch_of", "ports_rate", "side_of", "tier_use"]
+
+
+class TierUse(msgspec.Struct, frozen=True):
+    """What the mean handoff of a workload takes of one tier.
+
+    Args:
+        work_nbytes: of the ports at its ends: bytes, and the time of its descriptors at the port's rate.
+        seconds: from the room given at decode until its KV is there.
+        bytes_per_second: of a port: of one instance in its domain, of all of a node's beyond it.
+    """
+
+    work_nbytes: float
+    seconds: float
+    bytes_per_second: float
+
+    @property
+    def handoffs_per_second(self) -> float:
+        """What one port carries."""
+        return self.bytes_per_second / self.work_nbytes if self.work_nbytes else math.inf
+
+
+def tier_use(cluster: Cluster, demand: Demand, *, far: bool) -> TierUse:
+    """Of an instance's own domain, or of the tier beyond it."""
+    payloads = PayloadTable(cluster.shape, cluster.pool)
+    cost = cluster.tiers[min(1, len(cluster.tiers) - 1)] if far else cluster.tiers[0]
+    rate = cost.rate if not far or cluster.node_rate is None else cluster.node_rate
+    return TierUse(
+        demand.mean_over(payloads, cost.mean_work_nbytes),
+        demand.mean_over(payloads, cost.mean_seconds) + cluster.rules.sync_seconds,
+        rate,
+    )
+
+
+def ports_rate(instances: Sequence[Instance], far_share: float, near: TierUse, far: TierUse) -> float:
+    """Handoffs a second at which a unit's ports are full, if they all are used alike.
+
+    Beyond the domain a node's ports are shared by its instances; inside, each has its own.
+    """
+    sides = [[i for i in instances if i.role is role] for role in (Role.PREFILL, Role.DECODE)]
+    ports = min(len({instance.spot.node for instance in side}) for side in sides)
+    own = min(len(side) for side in sides)
+    beyond = ports * far.handoffs_per_second / far_share if far_share > 0 else math.inf
+    inside = own * near.handoffs_per_second / (1 - far_share) if far_share < 1 else math.inf
+    return min(beyond, inside)
 
 
 def side_of(
@@ -17,23 +65,27 @@ def side_of(
     demand: Demand,
     prefill: ComputeProfile,
     decode: tuple[Gpu, ComputeProfile],
+    use: TierUse,
     *,
     far: bool,
 ) -> Side:
-    """What one instance of each role carries, and its link: to its own domain, or ``far`` to its rack."""
+    """What one instance of each role carries, and its link (``use``): inside its domain, or ``far``.
+
+    A node whose ports are shared is taken as full of such instances.
+    """
     gpu, profile = decode
-    payloads = PayloadTable(cluster.shape, cluster.pool)
-    mean_bytes = demand.mean_wire_bytes(payloads)
-    cost = cluster.tiers[min(1, len(cluster.tiers) - 1)] if far else cluster.tiers[0]
     staging = cluster.rules.staging
-    typical = int(np.median(demand.prompt_tokens))
+    share = 1.0
+    if far:
+        largest = max(node.num_gpus for node in cluster.nodes)
+        share = min(1.0, min(prefill.num_gpus, profile.num_gpus) / largest)
     return Side(
         prefill_rate=prefill.pp / demand.mean_prefill_seconds(prefill),
         decode_rate=decode_rate(profile, batch_of(cluster, demand, gpu, profile), demand),
         prefill_gpus=prefill.num_gpus,
         decode_gpus=profile.num_gpus,
-        link_rate=LINK_USE * cost.rate / mean_bytes,
-        staging_rate=float("inf") if staging is None else staging / cost.seconds(*payloads.pair(typical)),
+        link_rate=LINK_USE * use.handoffs_per_second * share,
+        staging_rate=math.inf if staging is None or not use.seconds else staging / use.seconds,
     )
 
 
