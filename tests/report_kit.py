@@ -20,7 +20,7 @@ def write_all(folder: Path) -> list[str]:
     one = ("--from-node", "alpha", "--to-node", "beta")
     verbs = {
         "check.json": ("check", "shape:32x8x128", "--link", str(folder / "links.json"), *one,
-                       "--prompt-tokens", "4096", "--ttft", "500ms", "--prefill-seconds", "0.2"),
+                       "--prompt-tokens", "1024", "--ttft", "500ms", "--prefill-seconds", "0.2"),
         "plan.json": ("plan", CLUSTER, "--requests", "50"),
         "sim.json": ("simulate", CLUSTER, "--requests", "50", "--records", str(folder / "sim.parquet")),
         "sweep.json": ("simulate", CLUSTER, "--requests", "50", "--policy", "load", "--policy", "cache"),

@@ -52,7 +52,14 @@ def flips(promise: Promise, now: Answer) -> dict[str, Flip]:
         "kv_dtype": _dtype(promise),
         "overlap_groups": _overlap(promise, now),
     }
-    return {knob: flip for knob, flip in found.items() if flip is not None}
+    return {
+        # Where the question itself is unknown, that is said of the whole answer.
+        knob: replace(flip, says=f"{flip.says} (estimate: beyond what was measured)")
+        if flip.is_estimate and not now.unknown
+        else flip
+        for knob, flip in found.items()
+        if flip is not None
+    }
 
 
 def _holds(promise: Promise) -> bool:
@@ -63,9 +70,7 @@ def _holds(promise: Promise) -> bool:
 def _flip(value: float | str | None, promise: Promise, says: str) -> Flip:
     """The flip at that value, whose question is ``promise``; marked where its answer is an estimate."""
     found = answer(promise)
-    if not found.unknown:
-        return Flip(value, found.ttft_seconds, says)
-    return Flip(value, found.ttft_seconds, f"{says} (an estimate: {found.unknown[0]})", is_estimate=True)
+    return Flip(value, found.ttft_seconds, says, is_estimate=bool(found.unknown))
 
 
 def _border(low: int, high: int, is_good: Callable[[int], bool]) -> int:
