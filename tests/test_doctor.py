@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
-from importlib.metadata import EntryPoint
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvferry.cli import run
-from kvferry.cli.doctor import _show
+from kvferry.cli.doctor import _show, _show_transports
 from kvferry.probe import doctor
-from kvferry.probe.doctor import Examination
-from kvferry.probe.facts import host_facts
+from kvferry.probe.doctor import Examination, TransportState
+from kvferry.probe.facts import host_facts, transport_facts
 from kvferry.probe.findings import Finding, compare_nodes, findings_of
-from kvferry.transport import registry
+from kvferry.transport import mooncake_engine, nixl_agent, registry
 from probe_kit import AgentProcess, agents
 
 GOOD = {
@@ -59,6 +60,9 @@ def test_a_good_node_has_no_findings() -> None:
         ({"tcp_rmem": "4096 87380 212992"}, "tcp", "tcp_rmem"),
         ({"mtu": "1500"}, "mtu", "mtu 9000"),
         ({"process_vm_readv": "no"}, "permissions", "ptrace_scope"),
+        ({"ucx_tls": "rc,cuda_copy"}, "devices", "/dev/infiniband"),
+        ({"ucx_net_devices": "mlx5_0:1,eth0", "interfaces": "lo eth0"}, "devices", "eth0 lo"),
+        ({"rdma_devices": "mlx5_0", "rdma_access": "no"}, "devices", "the group that owns it"),
     ],
 )
 def test_each_problem_has_its_fix(change: dict[str, str], about: str, word: str) -> None:
@@ -68,12 +72,118 @@ def test_each_problem_has_its_fix(change: dict[str, str], about: str, word: str)
     assert word in finding.fix
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ucx_tls": "tcp"},
+        {"ucx_tls": "cuda_copy,cma,tcp"},
+        {"ucx_tls": "all"},
+        {"ucx_tls": "rc", "rdma_devices": "mlx5_0", "rdma_access": "yes"},
+        {"ucx_net_devices": "mlx5_0:1", "rdma_devices": "mlx5_0", "interfaces": "lo"},
+        {"ucx_net_devices": "lo", "interfaces": "lo"},
+    ],
+)
+def test_devices_that_are_there_are_no_problem(change: dict[str, str]) -> None:
+    """What UCX may use, and finds."""
+    assert findings_of(GOOD | change) == []
+
+
+NIXL_FIX, MOONCAKE_FIX = nixl_agent.INSTALL, mooncake_engine.INSTALL
+
+
+@pytest.mark.parametrize(
+    ("spec", "found", "why"),
+    [
+        (None, None, f"NIXL is not installed: {NIXL_FIX}"),
+        (ImportError("libucp.so.0: no such file"), None, f"libucp.so.0: no such file: {NIXL_FIX} --force"),
+        ("nixl_cu12", None, f"not as a package of pip: {NIXL_FIX}"),
+        ("nixl_cu12", "1.3.1", f"nixl-cu12 1.3.1 is older than 1.4: {NIXL_FIX} --upgrade"),
+        ("nixl_cu13", "1.10.0", ""),
+    ],
+)
+def test_what_is_wrong_with_nixl_is_told_with_the_fix(
+    spec: Any,
+    found: str | None,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not there, broken, not pip's, too old."""
+
+    def find(name: str) -> object:
+        if isinstance(spec, Exception):
+            raise spec
+        return object() if name == f"{spec}._api" else None
+
+    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", find)
+    monkeypatch.setattr(nixl_agent, "version", versions({"nixl-cu12": found, "nixl-cu13": found}))
+    assert (why in told_of("nixl", capsys)) if why else told_of("nixl", capsys) == ""
+
+
+@pytest.mark.parametrize(
+    ("spec", "found", "why"),
+    [
+        (None, None, f"is not installed: {MOONCAKE_FIX}"),
+        (ImportError("no symbol"), None, f"no symbol: {MOONCAKE_FIX} --force-reinstall"),
+        (object(), "0.3.12", f"0.3.12 is older than 0.3.13: {MOONCAKE_FIX} --upgrade"),
+        (OSError("libibverbs.so.1"), "0.3.13.post1", "libibverbs.so.1: apt-get install libibverbs1"),
+        (object(), "0.10.0", ""),
+    ],
+)
+def test_what_is_wrong_with_mooncake_is_told_with_the_fix(
+    spec: Any,
+    found: str | None,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same, and the system library that its wheel links against and does not bring."""
+
+    def find(_name: str) -> object:
+        if isinstance(spec, ImportError):
+            raise spec
+        return spec
+
+    def load(_name: str) -> None:
+        if isinstance(spec, OSError):
+            raise spec
+
+    monkeypatch.setattr(mooncake_engine.importlib.util, "find_spec", find)
+    monkeypatch.setattr(mooncake_engine, "version", versions({mooncake_engine.DISTRIBUTIONS[0]: found}))
+    monkeypatch.setattr(mooncake_engine.ctypes, "CDLL", load)
+    told = told_of("mooncake", capsys)
+    assert (why in told) if why else told == ""
+
+
+def versions(known: dict[str, str | None]) -> Callable[[str], str]:
+    def version(name: str) -> str:
+        found = known.get(name)
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    return version
+
+
+def told_of(scheme: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the doctor says of a transport; "" where it works."""
+    states = [
+        TransportState(each.scheme, not each.unavailable, each.unavailable) for each in transport_facts()
+    ]
+    _show_transports([state for state in states if state.scheme == scheme], "")
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    return "" if line.split(maxsplit=1)[1].strip() == "works" else line
+
+
 def test_two_nodes_that_do_not_fit() -> None:
     """Unlike versions, unlike MTUs."""
     same = ({"mtu": "9000"}, {"mtu": "9000"}, {"kvferry": "1"}, {"kvferry": "1"})
     assert compare_nodes(*same) == []
     found = compare_nodes({"mtu": "9000"}, {"mtu": "1500"}, {"kvferry": "1"}, {"kvferry": "2"})
     assert [each.about for each in found] == ["versions", "mtu"]
+    nixl = compare_nodes({}, {}, {"nixl-cu12": "1.5.1"}, {"nixl-cu12": "1.6.0"})
+    assert [each.fix for each in nixl] == ["pip install nixl-cu12==1.5.1 on both"]
     assert all(isinstance(each, Finding) and each.fix for each in found)
 
 

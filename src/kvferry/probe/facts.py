@@ -16,7 +16,10 @@ from kvferry.transport.registry import known_schemes, transport_for
 
 __all__ = ["host_facts", "host_id", "read_text", "software", "transport_facts"]
 
-_LIBRARIES = ("numpy", "msgspec", "xxhash", "cryptography", "nixl", "nixl-cu12", "mooncake-transfer-engine")
+_LIBRARIES = (
+    *("numpy", "msgspec", "xxhash", "cryptography", "nixl", "nixl-cu12", "nixl-cu13"),
+    *("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"),
+)
 _CPU_FLAGS = ("aes", "vaes", "pclmulqdq", "vpclmulqdq", "avx2", "avx512f", "asimd", "pmull")
 
 
@@ -49,6 +52,10 @@ def host_facts(address: str = "") -> dict[str, str]:
         "tcp_rmem": " ".join(read_text("/proc/sys/net/ipv4/tcp_rmem").split()),
         "tcp_wmem": " ".join(read_text("/proc/sys/net/ipv4/tcp_wmem").split()),
         "rdma_devices": _names("/sys/class/infiniband"),
+        "rdma_access": _rdma_access(),
+        "interfaces": " ".join(name for _, name in socket.if_nameindex())[:1024],
+        "ucx_tls": os.environ.get("UCX_TLS", "")[:256],
+        "ucx_net_devices": os.environ.get("UCX_NET_DEVICES", "")[:256],
         "open_files": _limit(resource.RLIMIT_NOFILE),
         "locked_memory": _limit(resource.RLIMIT_MEMLOCK),
         "congestion_control": read_text("/proc/sys/net/ipv4/tcp_congestion_control"),
@@ -111,6 +118,14 @@ def _names(folder: str) -> str:
         return " ".join(sorted(os.listdir(folder)))[:1024]
     except OSError:
         return ""
+
+
+def _rdma_access() -> str:
+    """Whether this process may open the RDMA devices; "" where there is none."""
+    if not _names("/sys/class/infiniband"):
+        return ""
+    nodes = [path for path in Path("/dev/infiniband").glob("uverbs*") if os.access(path, os.R_OK | os.W_OK)]
+    return "yes" if nodes else "no"
 
 
 def _huge_pages() -> str:

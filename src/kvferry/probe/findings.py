@@ -12,6 +12,8 @@ _FEWEST_FILES = 4096
 _LEAST_BUFFER = 4 << 20
 _JUMBO_MTU, _FAST_MBIT = 9000, 25_000
 _LEAST_MEMORY = 2 << 30
+_MOONCAKE = "mooncake-transfer-engine"
+_LIBRARIES = {"nixl-cu12", "nixl-cu13", "nixl", _MOONCAKE, f"{_MOONCAKE}-non-cuda", f"{_MOONCAKE}-cuda13"}
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -24,7 +26,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 def findings_of(facts: Mapping[str, str]) -> list[Finding]:
     """Problems of one node. A fact that could not be read is no problem."""
-    return [*_memory(facts), *_processor(facts), *_limits(facts), *_network(facts), *_processes(facts)]
+    parts = (_memory, _processor, _limits, _network, _devices, _processes)
+    return [finding for part in parts for finding in part(facts)]
 
 
 def _memory(facts: Mapping[str, str]) -> Iterator[Finding]:
@@ -101,6 +104,38 @@ def _network(facts: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
+def _devices(facts: Mapping[str, str]) -> Iterator[Finding]:
+    """What NIXL and Mooncake are told to use, and is not there: UCX then finds no way, or takes another."""
+    allowed = {word.strip() for word in facts.get("ucx_tls", "").split(",") if word.strip()}
+    if allowed and not allowed & _UCX_WITHOUT_RDMA and not facts.get("rdma_devices"):
+        yield Finding(
+            "devices",
+            f"UCX_TLS={facts['ucx_tls']} wants an RDMA device, and there is none in /sys/class/infiniband: "
+            "NIXL cannot reach any peer",
+            "load the driver, give the container the device (/dev/infiniband, or the device plugin's "
+            "resource), or let UCX_TLS name tcp too",
+        )
+    known = {*facts.get("interfaces", "").split(), *facts.get("rdma_devices", "").split(), "all"}
+    named = [word.strip() for word in facts.get("ucx_net_devices", "").split(",") if word.strip()]
+    lacking = [word for word in named if word.partition(":")[0] not in known]
+    if lacking and facts.get("interfaces"):
+        yield Finding(
+            "devices",
+            f"UCX_NET_DEVICES names {', '.join(lacking)}, which this node does not have",
+            f"name one of {' '.join(sorted(known - {'all'}))}, or unset it",
+        )
+    if facts.get("rdma_access") == "no":
+        yield Finding(
+            "devices",
+            f"{facts.get('rdma_devices')} is there, but this process may not open /dev/infiniband/uverbs*",
+            "give the container the device, or the user the group that owns it",
+        )
+
+
+#: What UCX_TLS may name that needs no RDMA device and still reaches another host, or this one.
+_UCX_WITHOUT_RDMA = {"tcp", "shm", "sm", "mm", "posix", "sysv", "cma", "knem", "xpmem", "self", "all"}
+
+
 def _processes(facts: Mapping[str, str]) -> Iterator[Finding]:
     if facts.get("process_vm_readv") == "no":
         yield Finding(
@@ -126,6 +161,16 @@ def compare_nodes(
                 "versions", f"kvferry {mine} here, {theirs} at the peer", "run the same kvferry on all nodes"
             )
         )
+    found.extend(
+        Finding(
+            "versions",
+            f"{name} {software_here[name]} here, {software_there[name]} at the peer: what one says of its "
+            "memory the other may not read",
+            f"pip install {name}=={software_here[name]} on both",
+        )
+        for name in sorted(_LIBRARIES & software_here.keys() & software_there.keys())
+        if software_here[name] != software_there[name]
+    )
     if "mtu" in here and "mtu" in there and here["mtu"] != there["mtu"]:
         found.append(
             Finding(

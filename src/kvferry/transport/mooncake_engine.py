@@ -44,6 +44,8 @@ def missing() -> str | None:
         is_there = importlib.util.find_spec("mooncake.engine") is not None
     except ModuleNotFoundError:
         is_there = False
+    except (ImportError, OSError) as error:
+        return f"Mooncake is installed and cannot be imported: {error}: {INSTALL} --force-reinstall"
     if not is_there:
         return f"Mooncake's transfer engine is not installed: {INSTALL}"
     found = next((_version(name) for name in DISTRIBUTIONS if _version(name) is not None), None)

@@ -46,7 +46,10 @@ _agents: dict[int, NixlAgent] = {}
 
 def missing() -> str | None:
     """Why NIXL cannot be used here, with the fix; None if it looks as if it could."""
-    package = _package()
+    try:
+        package = _package()
+    except (ImportError, OSError) as error:
+        return f"NIXL is installed and cannot be imported: {error}: {INSTALL} --force-reinstall"
     if package is None:
         return f"NIXL is not installed: {INSTALL}"
     try:
