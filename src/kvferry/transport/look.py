@@ -82,7 +82,8 @@ def serve_look(channel: Channel, patience: Patience) -> None:
         channel.read_mark(Kind.RELEASE, patience)
     except BaseException as error:
         if isinstance(error, KVFerryError):
-            limits = Patience(time.monotonic() + _TELL_SECONDS, (), patience.peer)
+            # The connection's own end is no refusal: the reader sees that by the hang-up.
+            limits = Patience(time.monotonic() + _TELL_SECONDS, patience.tokens[:1], patience.peer)
             with contextlib.suppress(KVFerryError):  # gone, or not reading: the hang-up tells it too
                 channel.write_ended(error, limits)
         channel.shut()
