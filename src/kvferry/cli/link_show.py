@@ -98,12 +98,11 @@ def pairs_table(pairs: Sequence[PairSummary]) -> Table:
     for pair in pairs:
         share = "" if pair.share_of_line_rate is None else f"{pair.share_of_line_rate:.0%}"
         rate = "" if pair.bytes_per_second is None else format_rate(pair.bytes_per_second)
-        over = " via ".join(part for part in (pair.path or pair.transport, pair.via) if part)
         _add_row(
             table,
             pair.from_node,
             pair.to_node,
-            over,
+            _over(pair),
             pair.link_class,
             str(pair.conditions) if pair.measured else "",
             pair.label,
@@ -116,6 +115,10 @@ def pairs_table(pairs: Sequence[PairSummary]) -> Table:
     return table
 
 
+def _over(pair: PairSummary) -> str:
+    return " via ".join(part for part in (pair.path or pair.transport, pair.via) if part)
+
+
 def _time(pair: PairSummary) -> str:
     if pair.seconds is not None:
         return format_seconds(pair.seconds) + ("*" if pair.beyond else "")
@@ -124,7 +127,7 @@ def _time(pair: PairSummary) -> str:
 
 def fits_table(pairs: Sequence[PairSummary]) -> Table:
     """The parameters of each fit, how well they fit, and what they cannot say."""
-    table = _table("from", "to", "how")
+    table = _table("from", "to", "over", "how")
     for name in ("start", "a descriptor", "rate", "worst error", "copies"):
         table.add_column(name, justify="right")
     table.add_column("of")
@@ -136,6 +139,7 @@ def fits_table(pairs: Sequence[PairSummary]) -> Table:
             table,
             pair.from_node,
             pair.to_node,
+            _over(pair),
             str(pair.conditions) if pair.measured else "",
             *_parameters(fit),
             "" if fit.worst_error is None else f"{fit.worst_error:.1%}",

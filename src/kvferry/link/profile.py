@@ -183,4 +183,7 @@ class LinkFile(Record, frozen=True, kw_only=True, omit_defaults=False):
         if len(found) == 1:
             return found[0]
         shown = "; ".join(pair.pair for pair in (found or self.pairs)[:8])
-        raise InputError(f"link: {len(found)} pairs fit what was asked; of: {shown or 'none'}")
+        raise InputError(
+            f"link: {len(found)} pairs fit what was asked; of: {shown or 'none'}",
+            next_step="choose one by from_node, to_node and transport",
+        )
