@@ -1,4 +1,4 @@
-"""Write the reference pages that the code already knows: the protocol's table, the errors, the command line.
+"""Write the reference pages that the code knows: the protocol's table, errors, command line, cluster file.
 
     python docs/make_reference.py
 
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import inspect
 import io
+import json
 import os
+import re
 import sys
 from pathlib import Path
 
 os.environ["COLUMNS"] = "100"  # the width of the help pages, wherever this runs
 
+import msgspec
 from rich.console import Console
 
 from kvferry import errors
 from kvferry.cli import VERBS, app
+from kvferry.plan import cluster_file as cf
 from kvferry.protocol import messages
 from kvferry.protocol.table import (
     FINAL,
@@ -122,7 +126,91 @@ def _cell(doc: str | None) -> str:
     return " ".join(inspect.cleandoc(doc or "").split()).replace("``", "`").replace("|", "\\|")
 
 
-PAGES = {"protocol.md": protocol_page, "errors.md": errors_page, "cli.md": cli_page}
+# Where each table stands in the file; tables inside others are named by what holds them.
+TABLES = {
+    "(top)": cf.ClusterFile,
+    "[slo]": cf.SloTable,
+    "[workload]": cf.WorkloadTable,
+    "[engine]": cf.EngineTable,
+    "[plan]": cf.PlanTable,
+    "[gpus.NAME]": cf.GpuTable,
+    "a profile of profiles": cf.ProfileTable,
+    "[[nodes]]": cf.NodeTable,
+    "[links]": cf.LinksTable,
+    "a link of links": cf.LinkTable,
+    "[uplinks]": cf.UplinkTable,
+    "[fleet]": cf.FleetTable,
+    "a pool of fleet": cf.PoolTable,
+}
+
+
+def cluster_page() -> str:
+    """docs/cluster-file.md"""
+    out = io.StringIO()
+    print("# The cluster file\n", file=out)
+    print(NOTE, file=out)
+    print(
+        "What `kvferry plan` and `kvferry simulate` read: TOML. An unknown key is refused by its line, with",
+        file=out,
+    )
+    print(
+        "the nearest one that is known. `examples/cluster.toml`, which `kvferry plan` runs as it is:\n",
+        file=out,
+    )
+    example = HERE.parent / "examples" / "cluster.toml"
+    print(f"```toml\n{example.read_text('utf-8').strip()}\n```\n", file=out)
+    print("## Every key\n", file=out)
+    for name, table in TABLES.items():
+        print(f"### {name}\n\n{_first_paragraphs(table.__doc__.partition('Args:')[0]).strip()}\n", file=out)
+        said = dict(re.findall(r"^ +(\w+): (.+)$", table.__doc__.partition("Args:")[2], re.MULTILINE))
+        print("| key | value | default | |", "| --- | --- | --- | --- |", sep="\n", file=out)
+        for field in msgspec.inspect.type_info(table).fields:
+            default = "needed" if field.required else _default(field)
+            print(
+                f"| `{field.encode_name}` | {_value(field.type)} | {default} | {said.get(field.name, '')} |",
+                file=out,
+            )
+        print(file=out)
+    return out.getvalue()
+
+
+def _default(field: msgspec.inspect.Field) -> str:
+    if field.default is None:
+        return "none"
+    if isinstance(field.default, cf.Table):
+        return "left out"
+    return f"`{json.dumps(field.default)}`"
+
+
+def _value(kind: msgspec.inspect.Type) -> str:  # noqa: PLR0911 - one for each kind of type
+    """A type in words, with its bounds."""
+    inspect = msgspec.inspect
+    if isinstance(kind, inspect.UnionType):
+        words = [_value(each) for each in kind.types if not isinstance(each, inspect.NoneType)]
+        return ", or ".join(dict.fromkeys(words))
+    if isinstance(kind, inspect.LiteralType):
+        return ", ".join(f"`{json.dumps(each)}`" for each in sorted(kind.values))
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        bounds = [(kind.ge, "from "), (kind.gt, "above "), (kind.le, "to ")]
+        said = " ".join(f"{word}{bound:,}" for bound, word in bounds if bound is not None)
+        whole = "whole number" if isinstance(kind, inspect.IntType) else "number"
+        return f"{whole} {said}".strip()
+    if isinstance(kind, inspect.VarTupleType | inspect.ListType):
+        return f"list of: {_value(kind.item_type)}"
+    if isinstance(kind, inspect.DictType):
+        return f"tables by name: {_value(kind.value_type)}"
+    names = {value: name for name, value in TABLES.items()}
+    if isinstance(kind, inspect.StructType):
+        return f"table: {names[kind.cls]}"
+    return {inspect.BoolType: "`true` or `false`", inspect.StrType: "text"}[type(kind)]
+
+
+PAGES = {
+    "protocol.md": protocol_page,
+    "errors.md": errors_page,
+    "cli.md": cli_page,
+    "cluster-file.md": cluster_page,
+}
 
 
 def main() -> None:

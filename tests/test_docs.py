@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from cyclopts import CycloptsError
 
-from kvferry.cli import VERBS
+from kvferry.cli import VERBS, app
+from kvferry.engines.vllm.options import Options
 from kvferry.errors import ERROR_KINDS
+from kvferry.plan.cluster_file import Table
 from kvferry.protocol import messages
 from kvferry.transport.registry import known_schemes
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+METRICS = ("observe/prometheus.py", "serve/look.py", "proxy/metrics.py")
+SHELL = {"|", ">", ">>", "<", "&", "&&", "||", ";", "2>&1"}
 
 
 def load(path: Path) -> ModuleType:
@@ -33,7 +41,7 @@ def everything() -> str:
     return "\n".join(page.read_text("utf-8") for page in [ROOT / "README.md", *DOCS.rglob("*.md")])
 
 
-@pytest.mark.parametrize("name", ["protocol.md", "errors.md", "cli.md"])
+@pytest.mark.parametrize("name", ["protocol.md", "errors.md", "cli.md", "cluster-file.md"])
 def test_generated_pages_are_fresh(name: str) -> None:
     """A page that the code writes is what the code would write now."""
     pages = load(DOCS / "make_reference.py").PAGES
@@ -76,11 +84,10 @@ def test_decisions_are_numbered_once() -> None:
     assert all(page.read_text("utf-8").startswith("# ") for page in pages)
 
 
-def test_mistakes_are_what_the_commands_say() -> None:
-    """The page of common mistakes shows the output of today's commands."""
-    assert (DOCS / "mistakes.md").read_text("utf-8") == load(DOCS / "make_mistakes.py").page(), (
-        "run `make docs`"
-    )
+@pytest.mark.parametrize("name", ["mistakes.md", "howto-size.md"])
+def test_examples_are_what_the_commands_say(name: str) -> None:
+    """The boxes of these pages show the output of today's commands."""
+    assert (DOCS / name).read_text("utf-8") == load(DOCS / "make_examples.py").page(name), "run `make docs`"
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:
@@ -88,3 +95,52 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
     named = set(re.findall(r"[\w-]+\.md", nav))
     assert named == {page.name for page in DOCS.glob("*.md")}
+
+
+def test_every_key_of_a_cluster_file_says_what_it_is() -> None:
+    """Each key of each table has a row, and no row ends with an empty cell."""
+    text = (DOCS / "cluster-file.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ?(.*) \|$", text, re.MULTILINE)
+    tables = load(DOCS / "make_reference.py").TABLES.values()
+    assert set(tables) == set(Table.__subclasses__())
+    assert [name for name, _ in rows] == [name for table in tables for name in table.__struct_encode_fields__]
+    assert not [name for name, said in rows if not said]
+
+
+def test_every_setting_of_the_vllm_connector_and_every_metric_is_in_the_docs() -> None:
+    """By name, in the page where a reader looks for it."""
+    page = (DOCS / "vllm.md").read_text("utf-8")
+    assert not [key for key in Options.__struct_fields__ if f"`{key}`" not in page]
+    page = (DOCS / "observe.md").read_text("utf-8")
+    code = "".join((ROOT / "src" / "kvferry" / name).read_text("utf-8") for name in METRICS)
+    names = set(re.findall(r'"(kvferry_[a-z_]+)["{]', code))
+    assert len(names) > 10
+    assert not [name for name in names if f"`{name}" not in page]
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Each kvferry command in a console box of a page, without what a shell does to it."""
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        for box in re.findall(r"^```console\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            for line in re.findall(r"^\$ ((?:.*\\\n)*.*)$", box, re.MULTILINE):
+                words = shlex.split(line.replace("\\\n", " "), comments=True)
+                while words:
+                    part = list(itertools.takewhile(lambda word: word not in SHELL, words))
+                    words = words[len(part) + 1 :]
+                    at = next(
+                        (at for at, word in enumerate(part) if re.fullmatch(r"(.*/)?kvferry", word)), None
+                    )
+                    if at is not None:
+                        yield f"{page.name}: {line}", part[at + 1 :]
+
+
+def test_every_command_in_the_docs_is_one() -> None:
+    """Verbs, options and values in console boxes are known to the command line; nothing is run."""
+    found = list(commands())
+    assert len(found) > 40
+    for shown, words in found:
+        if words and words[0] not in {"--version", "--help", "--install-completion"}:
+            try:
+                app.parse_args(words, exit_on_error=False, print_error=False)
+            except CycloptsError as error:
+                pytest.fail(f"{shown}: {error}")

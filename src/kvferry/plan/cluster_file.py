@@ -68,7 +68,13 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class SloTable(Table, frozen=True):
-    """What is promised: times, and the share of the requests that keeps to both."""
+    """What is promised.
+
+    Args:
+        ttft: the time to the first token, as in "1s".
+        tpot: the time of each token after it, as in "60ms".
+        attainment: the share of the requests that keeps to both.
+    """
 
     ttft: Name
     tpot: Name
@@ -80,7 +86,14 @@ class SloTable(Table, frozen=True):
 
 
 class WorkloadTable(Table, frozen=True):
-    """A trace, or lengths with a rate. A rate given beside a trace with times stretches it."""
+    """A trace, or lengths with a rate.
+
+    Args:
+        trace: a file of requests.
+        rate: requests a second; beside a trace with times it stretches them.
+        prompt_tokens: of each request.
+        output_tokens: of each request.
+    """
 
     trace: Name | None = None
     rate: float | None = None
@@ -98,7 +111,18 @@ class WorkloadTable(Table, frozen=True):
 
 
 class EngineTable(Table, frozen=True):
-    """How the engines work, all alike; see EngineRules."""
+    """How the engines work, all alike.
+
+    Args:
+        first_token: who emits it.
+        overlap: layer: KV leaves while prefill computes.
+        sync: a fixed cost of each handoff.
+        chunk_tokens: chunked prefill of colocated instances; each size is tried.
+        max_batch: requests that decode together.
+        staging: handoffs on the way to one decode instance at once; without it no limit.
+        prefill_batch_tokens: short prompts are computed together up to so many tokens; 0: one by one.
+        mixed: how long a step with prefill and decode takes; without it both ends are told.
+    """
 
     first_token: Literal["decode", "prefill"] = "decode"  # noqa: S105 - a token of text
     overlap: Literal["none", "layer"] = "none"
@@ -114,7 +138,15 @@ class EngineTable(Table, frozen=True):
 
 
 class ProfileTable(Table, frozen=True):
-    """A compute profile: a file or a published one, and which of the file's."""
+    """A compute profile.
+
+    Args:
+        profile: a file, or the name of a published one.
+        model: which of the file's models.
+        gpu: which of its GPUs.
+        tp: measured with so many tensor-parallel ranks.
+        pp: and so many pipeline stages.
+    """
 
     profile: Name
     model: Name | None = None
@@ -124,7 +156,13 @@ class ProfileTable(Table, frozen=True):
 
 
 class GpuTable(Table, frozen=True):
-    """A kind of GPU: the profiles measured on it, one for each tp and pp that may be used."""
+    """A kind of GPU: the profiles measured on it, one for each tp and pp that may be used.
+
+    Args:
+        profiles: published ones by name, or files.
+        kv_memory: for KV on one GPU, beside the weights.
+        roles: what it may do.
+    """
 
     profiles: Annotated[tuple[Name | ProfileTable, ...], Meta(min_length=1, max_length=64)]
     kv_memory: Name | None = None
@@ -136,7 +174,16 @@ class GpuTable(Table, frozen=True):
 
 
 class NodeTable(Table, frozen=True):
-    """``count`` nodes that are alike. Without ``domain`` each is its own NVLink domain."""
+    """Nodes that are alike.
+
+    Args:
+        gpu: which of gpus they have.
+        gpus: how many of it each has.
+        count: how many nodes.
+        domain: the NVLink domain that they share; without it each is its own.
+        rack: the rack that they stand in.
+        pod: the pod that the rack is of.
+    """
 
     gpu: Name
     gpus: Annotated[int, Meta(ge=1, le=1024)] = 8
@@ -150,6 +197,22 @@ class LinkTable(Table, frozen=True):
     """A tier's link: from a link file (a pair, or all pairs of a class), a preset, or typed by hand.
 
     Typed by hand it counts as measured only where ``measured`` says how and when.
+
+    Args:
+        file: a link file that `kvferry probe` wrote, or a preset's name.
+        from_node: the prefill node of the pair that is taken from the file.
+        to_node: its decode node.
+        link_class: all pairs of this class instead, such as "same pod".
+        transport: the one that is meant, where the file has several.
+        mode: push or pull; without it the one that the file has.
+        tls: the measurement with encryption.
+        incast: the measurement with so many senders at once.
+        under_load: the measurement with other traffic beside.
+        links: so many of it side by side.
+        rate: by hand, with its unit, as in "47 GB/s".
+        start: by hand, what a handoff takes before its first byte.
+        descriptor: by hand, what each piece takes.
+        measured: how and when the numbers by hand were measured.
     """
 
     file: Name | None = None
@@ -177,7 +240,14 @@ class LinkTable(Table, frozen=True):
 
 
 class LinksTable(Table, frozen=True):
-    """What lies between two instances, by the nearest thing that both share."""
+    """What lies between two instances, by the nearest thing that both share.
+
+    Args:
+        domain: between two of one NVLink domain.
+        rack: between two of one rack.
+        pod: between two of one pod.
+        cluster: between all others.
+    """
 
     domain: Name | LinkTable | None = None
     rack: Name | LinkTable | None = None
@@ -186,7 +256,13 @@ class LinksTable(Table, frozen=True):
 
 
 class UplinkTable(Table, frozen=True):
-    """Rates that all handoffs of a node, a rack or a pod share, each way."""
+    """Rates that many handoffs share, each way, as in "376 GB/s".
+
+    Args:
+        node: all those of a node.
+        rack: all those that leave or enter a rack.
+        pod: all those that leave or enter a pod.
+    """
 
     node: Name | None = None
     rack: Name | None = None
@@ -218,7 +294,14 @@ class PlanTable(Table, frozen=True):
 
 
 class PoolTable(Table, frozen=True):
-    """Instances of one role: their GPU, the profile by its tp and pp, how many."""
+    """Instances of one role.
+
+    Args:
+        gpu: which of gpus they run on.
+        count: how many there are.
+        tp: tensor-parallel ranks of each; a profile has to have them.
+        pp: pipeline stages of each.
+    """
 
     gpu: Name
     count: Count
@@ -227,7 +310,13 @@ class PoolTable(Table, frozen=True):
 
 
 class FleetTable(Table, frozen=True):
-    """What runs, for ``simulate``: prefill and decode, or colocated."""
+    """What runs, for ``simulate``: prefill and decode, or colocated.
+
+    Args:
+        prefill: the prefill workers.
+        decode: the decode workers.
+        colocated: workers that do both.
+    """
 
     prefill: PoolTable | None = None
     decode: PoolTable | None = None
@@ -240,7 +329,23 @@ class FleetTable(Table, frozen=True):
 
 
 class ClusterFile(Table, frozen=True):
-    """The whole file."""
+    """What stands above every table.
+
+    Args:
+        model: a config.json, its folder, or shape:LAYERSxKV_HEADSxHEAD_DIM.
+        slo: what is promised.
+        workload: what is asked.
+        gpus: kinds of GPU.
+        nodes: what there is of them, and where.
+        links: what lies between instances.
+        uplinks: what they share on the way.
+        engine: how the engines work.
+        plan: how `plan` decides.
+        fleet: what runs, for `simulate`.
+        kv_dtype: of K and V; without it the config's own.
+        block_size: tokens a block.
+        encoder_tokens: of each request, for models with an encoder.
+    """
 
     model: Name
     slo: SloTable

@@ -1,8 +1,8 @@
-"""Write ``docs/mistakes.md``: the common mistakes, each with what the commands say to it.
+"""Write the pages whose boxes show what commands print: ``docs/mistakes.md`` and ``docs/howto-size.md``.
 
-    python docs/make_mistakes.py
+    python docs/make_examples.py
 
-A test fails when the page is not what this writes.
+A test fails when a page is not what this writes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "docs" / "mistakes.md"
 
-PAGE = """\
-<!-- Written by docs/make_mistakes.py. -->
+MISTAKES = """\
+<!-- Written by docs/make_examples.py. -->
 # Common mistakes
 
 Each of these looks right on a slide. What stands in the boxes is what the commands print.
@@ -56,6 +55,49 @@ The whole list, with the check that finds each: [state.md](state.md).
 More of this kind: [bits-and-bytes.md](bits-and-bytes.md).
 """
 
+SIZE = """\
+<!-- Written by docs/make_examples.py. -->
+# Size my model
+
+**You need** the model's `config.json` (it lies beside the weights; on a hub it is one file of a few kB),
+or the numbers of layers, KV heads and head dimension. Nothing is downloaded and no weights are read.
+
+## 1. The whole payload
+
+Give the config, or the shape, and how many tokens have KV when the request moves: the prompt, and what
+was written so far. This is a model of 32 layers with 8 KV heads of 128, Llama 3.1 8B's numbers:
+
+{whole}
+*logical* is what is live, *blocked* what the pool's blocks hold, *per rank* what one GPU of the
+tensor-parallel group holds, *wire* what crosses. The last table is arithmetic with brochure rates: for
+an answer measure the link.
+
+## 2. What really crosses
+
+Decode often holds a prefix of the prompt already. In whole blocks, and with the ranks that you run:
+
+{cached}
+Half of the tokens are there, so half of the bytes cross; the state record crosses always. Attention
+shrinks with hits; windows, recurrent state and cross attention always move
+([why](decisions/0011-what-always-moves.md)).
+
+## 3. Other dtypes, models side by side
+
+`--kv-dtype fp8_e4m3` (or `--k-dtype` and `--v-dtype`), `--pp`, `--draft mtp`, several models at once,
+and a picture:
+
+```console
+$ kvferry size A/config.json B/config.json --tokens 8192 --kv-dtype fp8_e4m3 --plot sizes.svg
+$ kvferry size A/config.json --tokens 8192 --json
+```
+
+A config with a cache that is not known is refused by the field's name; give the shape by hand then.
+Which families are known, and how each is counted: [models](models.md). Bits and bytes:
+[here](bits-and-bytes.md).
+
+**Next:** [measure my nodes](howto-measure.md).
+"""
+
 COMMANDS = {
     "brochure": "kvferry check shape:80x8x128 --link ib-ndr400 --prompt-tokens 8192 --ttft 500ms"
     " --prefill-seconds 0.3 --decode-seconds 0.02",
@@ -63,7 +105,10 @@ COMMANDS = {
     " --prefill-seconds 0.4 --decode-seconds 0.02",
     "half": "python examples/half_a_state.py",
     "bits": "kvferry size shape:80x8x128 --tokens 4096",
+    "whole": "kvferry size shape:32x8x128 --tokens 8192 --block-size 16",
+    "cached": "kvferry size shape:32x8x128 --tokens 8192 --cached 4096 --block-size 16 --tp 2",
 }
+PAGES = {"mistakes.md": MISTAKES, "howto-size.md": SIZE}
 
 
 def shown(command: str) -> str:
@@ -86,9 +131,12 @@ def shown(command: str) -> str:
     return f"```console\n$ {command}\n{text.strip()}{status}\n```\n"
 
 
-def page() -> str:
-    return PAGE.format(**{name: shown(command) for name, command in COMMANDS.items()})
+def page(name: str) -> str:
+    """A page with its boxes filled."""
+    text = PAGES[name]
+    return text.format(**{key: shown(command) for key, command in COMMANDS.items() if f"{{{key}}}" in text})
 
 
 if __name__ == "__main__":
-    TARGET.write_text(page(), "utf-8")
+    for file_name in PAGES:
+        (ROOT / "docs" / file_name).write_text(page(file_name), "utf-8")
