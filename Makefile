@@ -198,7 +198,8 @@ docs: $(VENV)/installed-dev
 	$(BIN)/python docs/make_models.py
 	$(BIN)/python docs/make_examples.py
 	@$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@# Not --quiet: it hides warnings from --strict too, and a broken link would pass.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) $(VERIFY) $(ENGINES) $(VLLM) $(NIXL) $(MOONCAKE) $(PEERS) $(RAY) $(WHEEL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

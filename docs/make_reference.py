@@ -22,7 +22,7 @@ from rich.console import Console
 
 from kvferry import errors
 from kvferry.cli import VERBS, app
-from kvferry.plan import cluster_file as cf
+from kvferry.plan import cluster_tables as cf
 from kvferry.protocol import messages
 from kvferry.protocol.table import (
     FINAL,

@@ -17,7 +17,7 @@ from cyclopts import CycloptsError
 from kvferry.cli import VERBS, app
 from kvferry.engines.vllm.options import Options
 from kvferry.errors import ERROR_KINDS
-from kvferry.plan.cluster_file import Table
+from kvferry.plan.cluster_tables import Table
 from kvferry.protocol import messages
 from kvferry.transport.registry import known_schemes
 
@@ -64,16 +64,21 @@ def test_every_word_is_in_the_docs() -> None:
 
 
 def test_links_inside_the_repository_lead_somewhere() -> None:
-    """A relative link in any page names a file that exists."""
+    """A relative link in any page names a file that exists, and a heading of it where it has a #."""
     broken = []
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]:
-        targets = re.findall(r"\]\(([^)#]+)", page.read_text("utf-8"))
-        broken += [
-            f"{page.relative_to(ROOT)}: {target}"
-            for target in targets
-            if "://" not in target and not (page.parent / target).exists()
-        ]
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text("utf-8")):
+            path = page.parent / target if target else page
+            if "://" not in target and (not path.exists() or (anchor and anchor not in anchors(path))):
+                broken.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
     assert not broken
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of its headings, as the site makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
 
 def test_decisions_are_numbered_once() -> None:
@@ -127,8 +132,15 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                 while words:
                     part = list(itertools.takewhile(lambda word: word not in SHELL, words))
                     words = words[len(part) + 1 :]
+                    # Its own command, or what another one runs after --; not a name that a flag has.
                     at = next(
-                        (at for at, word in enumerate(part) if re.fullmatch(r"(.*/)?kvferry", word)), None
+                        (
+                            at
+                            for at, word in enumerate(part)
+                            if word.rpartition("/")[2] == "kvferry"
+                            and (at == 0 or part[at - 1] in {"--", "sudo"})
+                        ),
+                        None,
                     )
                     if at is not None:
                         yield f"{page.name}: {line}", part[at + 1 :]

@@ -12,7 +12,8 @@ from kvferry.link import LinkFile
 from kvferry.link.load import load_links
 from kvferry.model import load_shape
 from kvferry.plan.cluster import Cluster, build_cluster, pool_tokens
-from kvferry.plan.cluster_file import FleetTable, PoolTable, parse_cluster
+from kvferry.plan.cluster_file import parse_cluster
+from kvferry.plan.cluster_tables import FleetTable, PoolTable
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.compute_file import ProfileChoice
 from kvferry.plan.deploy import deploy

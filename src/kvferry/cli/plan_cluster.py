@@ -12,7 +12,8 @@ import numpy as np
 from kvferry.cli.plan_files import load_profile, open_trace, read_text
 from kvferry.errors import InputError
 from kvferry.plan.cluster import Cluster, build_cluster
-from kvferry.plan.cluster_file import ClusterFile, parse_cluster
+from kvferry.plan.cluster_file import parse_cluster
+from kvferry.plan.cluster_tables import ClusterFile
 from kvferry.plan.trace import TraceRow
 
 if TYPE_CHECKING:

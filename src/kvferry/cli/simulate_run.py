@@ -12,7 +12,7 @@ from kvferry.cli.plan_cluster import Opened, open_cluster
 from kvferry.cli.plan_files import open_trace
 from kvferry.cli.sweep import Scenario
 from kvferry.errors import InputError
-from kvferry.plan.cluster_file import FleetTable
+from kvferry.plan.cluster_tables import FleetTable
 from kvferry.plan.deploy import deploy
 from kvferry.plan.fleet import EngineRules, Fleet
 from kvferry.plan.route import Policy

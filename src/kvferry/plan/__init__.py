@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvferry.plan.check import Answer, Binding, Split, Verdict, answer
 from kvferry.plan.choose import PlanResult, make_plan
 from kvferry.plan.cluster import Cluster, build_cluster
-from kvferry.plan.cluster_file import ClusterFile, parse_cluster
+from kvferry.plan.cluster_file import parse_cluster
+from kvferry.plan.cluster_tables import ClusterFile
 from kvferry.plan.compute import ComputeProfile, DecodeLaw, PrefillLaw, PrefillTable
 from kvferry.plan.compute_file import ProfileChoice, parse_profile
 from kvferry.plan.explain import Equation, explain_check

@@ -10,7 +10,7 @@ import msgspec
 from kvferry.errors import InputError, NoPlanError
 from kvferry.link import LinkFile, LinkProfile, Mode
 from kvferry.model import ModelShape
-from kvferry.plan.cluster_file import ClusterFile, GpuTable, LinkTable, ProfileTable
+from kvferry.plan.cluster_tables import ClusterFile, GpuTable, LinkTable, ProfileTable
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.compute_file import ProfileChoice
 from kvferry.plan.fleet import TIERS, EngineRules, Role, Spot

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvferry.errors import InputError, NoPlanError
 from kvferry.plan.candidate import sites_of
 from kvferry.plan.cluster import Cluster, Gpu, pool_tokens
-from kvferry.plan.cluster_file import FleetTable, PoolTable
+from kvferry.plan.cluster_tables import FleetTable, PoolTable
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.fleet import Fleet, Instance, Role
 from kvferry.plan.payload import PayloadTable
