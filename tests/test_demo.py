@@ -32,7 +32,7 @@ TIMINGS = [
 ]  # fmt: skip
 
 
-COMMAND = [sys.executable, "-c", "from kvferry.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "kvferry"]
 
 
 def kvferry(
@@ -385,6 +385,17 @@ def test_an_interrupt_is_one_line_and_leaves_nothing() -> None:
     assert (demo.returncode, out, err) == (130, "", "kvferry: interrupted\n")
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
+
+
+def test_an_interrupt_while_it_is_imported_is_one_line(tmp_path: Path) -> None:
+    """Ctrl-C in the first moments: no traceback."""
+    (tmp_path / "cyclopts.py").write_text("raise KeyboardInterrupt\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry", "--version"],
+        capture_output=True, text=True, check=False, timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvferry: interrupted\n")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["size", "--help"], ["--version"], []])

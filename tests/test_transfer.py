@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -109,7 +110,9 @@ def test_transfer_processes(opened: Opened, scheme: str, mode: Mode) -> None:
     """The same with each node in a transfer process of its own, which ends with its endpoint."""
     prefill = opened(layout(8), unique_address(scheme), name="prefill", process=True)
     decode = opened(layout(8), unique_address(scheme), name="decode", process=True)
-    assert len({prefill.stats().pid, decode.stats().pid}) == 2
+    pids = {prefill.stats().pid, decode.stats().pid}
+    assert len(pids) == 2
+    assert {os.getpgid(pid) for pid in pids} == pids, "Ctrl-C goes to the engine, which ends them"
     fill_random(prefill.pool, 1)
     src, dst = table(8, 2), table(8, 3)
     move(prefill, decode, src, dst, mode)
@@ -337,13 +340,21 @@ def test_withdrawn_offer(opened: Opened) -> None:
     assert is_idle(prefill)
 
 
+def test_no_renewal_holds_on_for_more_than_an_hour(opened: Opened) -> None:
+    """A lease that is renewed again and again ends all the same; each renewal says how long it lasts."""
+    prefill = opened(layout(), unique_address("tcp"))
+    ticket = prefill.offer(None, table(8, 1), tokens=TOKENS, request_id="r", lease_seconds=600)
+    assert 3000 < prefill.renew(ticket, 4000) <= 3600
+    assert 3000 < prefill.renew(ticket, 600) <= 3600, "never shorter than it was"
+
+
 def test_renewed_lease_outlives_its_first_end(opened: Opened) -> None:
     """A renewed offer can be claimed after the lease that it was made with has ended."""
     prefill = opened(layout(), unique_address("tcp"))
     decode = opened(layout())
     short = prefill.offer(None, table(8, 1), tokens=TOKENS, request_id="short", lease_seconds=0.3)
     ticket = prefill.offer(None, table(8, 2), tokens=TOKENS, request_id="r", lease_seconds=0.3)
-    prefill.renew(ticket, 30)
+    assert 20 < prefill.renew(ticket, 30) <= 30
     with pytest.raises(DeadlineError):
         prefill.outcome(short).result(5)
     arrived = decode.pull(ticket, table(8, 3))

@@ -256,7 +256,9 @@ for one in gone:  # closed, and still referenced
 waiting = endpoint.arrival(endpoint.reserve("never", 8, BlockTable(0, [1])))
 """
 IN_A_CHILD = """
-if os.fork() == 0:
+with endpoint._client._lock:  # as another thread, which the child has not, may hold it at this moment
+    child = os.fork()
+if child == 0:
     for call in (endpoint.stats, waiting.result, endpoint.close):
         try:
             print(call.__name__, call())

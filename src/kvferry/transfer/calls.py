@@ -40,6 +40,7 @@ __all__ = [
     "PullCall",
     "PushCall",
     "RenewCall",
+    "Renewed",
     "Reply",
     "ReserveCall",
     "StartCall",
@@ -245,6 +246,12 @@ class Held(_Value, frozen=True):
     ticket: bytes
 
 
+class Renewed(_Value, frozen=True):
+    """How long the lease lasts from now on."""
+
+    lease_seconds: float
+
+
 class Arrival(_Value, frozen=True):
     """Committed: the state record, checked, with its blocks in the pool; ``portions`` as claimed."""
 
@@ -307,5 +314,5 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The answer to call ``id``: a value, or an error. ``id`` 0: told without being asked."""
 
     id: int
-    value: Nothing | Listening | Held | Arrival | Outcome | Stats | Transfers | Ended | None = None
+    value: Nothing | Listening | Held | Renewed | Arrival | Outcome | Stats | Transfers | Ended | None = None
     error: ErrorRecord | None = None

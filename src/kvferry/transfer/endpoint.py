@@ -309,14 +309,19 @@ class Endpoint:
         inner.add_done_callback(lambda done: _pass_on(done, outer, opened.request_id, gives))
         return outer
 
-    def renew(self, ticket: bytes, lease_seconds: float) -> None:
-        """Hold on for ``lease_seconds`` from now; once the ticket is claimed, both sides do."""
-        self._client.call(
+    def renew(self, ticket: bytes, lease_seconds: float) -> float:
+        """Hold on for ``lease_seconds`` from now; once the ticket is claimed, both sides do.
+
+        Returns the seconds that the lease lasts now. That may be more, since a lease is never made
+        shorter, or less: an hour after it began it ends, however often it is renewed.
+        """
+        renewed: c.Renewed = self._client.call(
             c.RenewCall,
             CALL_SECONDS,
             transfer=read_ticket(ticket).transfer,
             lease_seconds=positive("lease_seconds", lease_seconds),
         )
+        return renewed.lease_seconds
 
     def withdraw(self, ticket: bytes, reason: KVFerryError | str = "withdrawn") -> None:
         """Take back an offer or a reservation; a move that is under way is aborted."""

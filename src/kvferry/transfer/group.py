@@ -189,10 +189,10 @@ class RankGroup:
         """Resolves when this side's blocks are the engine's again, at every rank: record or error."""
         return settle(self._mine(read_bundle(bundle)))
 
-    def renew(self, bundle: bytes, lease_seconds: float) -> None:
-        """Hold on for ``lease_seconds`` from now, at every rank."""
-        for pair in self._mine(read_bundle(bundle)):
-            pair.endpoint.renew(pair.ticket, lease_seconds)
+    def renew(self, bundle: bytes, lease_seconds: float) -> float:
+        """Hold on for ``lease_seconds`` from now, at every rank; the seconds that all of them last now."""
+        pairs = self._mine(read_bundle(bundle))
+        return min(pair.endpoint.renew(pair.ticket, lease_seconds) for pair in pairs)
 
     def withdraw(self, bundle: bytes, reason: KVFerryError | str = "withdrawn") -> None:
         """Take back an offer or a reservation; moves that are under way are aborted."""

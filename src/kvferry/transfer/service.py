@@ -200,10 +200,8 @@ class Service:
             session.fail(error)
         return c.Nothing()
 
-    async def _renew(self, call: c.RenewCall) -> c.Nothing:
-        session = self._node.ledger.get(call.transfer)
-        session.renew(call.lease_seconds)
-        return c.Nothing()
+    async def _renew(self, call: c.RenewCall) -> c.Renewed:
+        return c.Renewed(self._node.ledger.get(call.transfer).renew(call.lease_seconds))
 
     async def _arrival(self, call: c.ArrivalCall) -> c.Arrival:
         return await asyncio.shield(self._node.ledger.get(call.transfer).published)

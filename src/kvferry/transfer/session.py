@@ -207,12 +207,16 @@ class Session:
 
     # Time.
 
-    def renew(self, lease_seconds: float) -> None:
-        """Hold on for ``lease_seconds`` from now, and let the peer do so too, if there is one yet."""
+    def renew(self, lease_seconds: float) -> float:
+        """Hold on for ``lease_seconds`` from now, and let the peer do so too, if there is one yet.
+
+        Returns the seconds that are left now.
+        """
         self.extend_lease(lease_seconds)
         self.set_timer()
         if self.peer is not None:
             self.post(m.Renew(self.transfer, int(lease_seconds * 1e3)))
+        return max(0.0, self.lease_deadline - time.monotonic())
 
     def extend_lease(self, lease_seconds: float) -> None:
         """Never shorter than it was, never beyond the node's limit."""
