@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from kvferry.transport.base import Direction
 from kvferry.transport.mooncake import MooncakeTransport
 from kvferry.transport.mooncake_engine import MooncakeEngine, shared_engine
 from library_kit import LONG, MARK, Meeting, ending_of_a_cut_copy, two_hosts
+from probe_kit import agents, probe
 
 PROBLEM = MooncakeTransport.unavailable()
 pytestmark = [pytest.mark.skipif(PROBLEM is not None, reason=f"{PROBLEM}")]
@@ -127,3 +129,17 @@ def test_a_process_with_an_engine_ends_as_it_says() -> None:
     """Its exit status is its own, and nothing of the library is on its standard output."""
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (3, "")
+
+
+def test_agents_that_allow_it_are_probed_over_it() -> None:
+    """``--data`` says so, for the wildcard that the engine listens at; without it the reason is told."""
+    data = "mooncake://127.0.0.1:0?wildcard=yes"
+    more = [["--listen", "127.0.0.1:0", "--name", name, "--data", data] for name in "ab"]
+    small = ("--bytes", "64KiB", "--repeat", "1", "--mode", "pull", "--transport", "mooncake", "--json")
+    with agents(*more, more[0][:4]) as found:
+        done = probe(found[0].address, found[1].address, *small)
+        assert done.returncode == 0, done.stderr
+        assert {row["path"] for row in json.loads(done.stdout)["pairs"]} == {"mooncake-tcp"}
+        done = probe(found[0].address, found[2].address, *small)
+        assert done.returncode == 2
+        assert "add wildcard=yes" in done.stderr

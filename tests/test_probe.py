@@ -16,6 +16,7 @@ from kvferry.link import Mode, decode_links, encode_links, load_links
 from kvferry.model import load_shape
 from kvferry.probe import LocalSite, LoopbackPair, Payload, ProbePlan, probe_loopback
 from kvferry.probe import run as probe_run
+from kvferry.probe.addresses import data_addresses, loopback_address
 from kvferry.probe.plan import MAX_NODES, passes_of
 from kvferry.size import kv_size
 from probe_kit import probe
@@ -157,3 +158,18 @@ def test_more_nodes_than_one_probe_can_carry_are_refused_with_what_to_do() -> No
     plan = ProbePlan(largest=SMALL, transports=("tcp",))
     with pytest.raises(InputError, match=f"{MAX_NODES + 1} nodes, one probe takes at most {MAX_NODES}"):
         passes_of([LocalSite("one", 1)] * (MAX_NODES + 1), plan)
+
+
+def test_libraries_with_tcp_beside_them_listen_where_tcp_would() -> None:
+    """Not at a name, as shm does: a probe or the doctor could never have tried them."""
+    assert loopback_address("nixl", "x") == "nixl://127.0.0.1:0"
+    assert loopback_address("shm", "x").startswith("shm://x-")
+    plain = "tcp://10.0.0.1:7400?plain=yes"
+    both = data_addresses(plain, ("tcp", "nixl"), ())
+    assert both == ("tcp://10.0.0.1:0?plain=yes", "nixl://10.0.0.1:0?plain=yes")
+    assert data_addresses("tcp://10.0.0.1:7400", ("nixl",), (), tls=True) == ("nixl://10.0.0.1:0",)
+    assert data_addresses("tcp://[fd00::1]:7400?plain=yes", ("nixl",), ()) == (
+        "nixl://[fd00::1]:0?plain=yes",
+    )
+    given = ("mooncake://10.0.0.1:0?wildcard=yes",)
+    assert data_addresses(plain, ("mooncake",), given) == given  # what its owner allows, word for word

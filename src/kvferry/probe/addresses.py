@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from kvferry.errors import InputError
 from kvferry.transport.address import Address, parse_address
+from kvferry.transport.registry import transport_for
 from kvferry.transport.security import Plain
+from kvferry.transport.tcp import TcpTransport
 
 __all__ = ["check_reachable", "data_addresses", "is_loopback", "loopback_address", "plain_of"]
 
@@ -49,8 +51,8 @@ def plain_of(address: str, said: Plain | None) -> Plain:
 
 def loopback_address(scheme: str, name: str, *, tls: bool = False) -> str:
     """An address on this host that nobody else listens at."""
-    if scheme == "tcp":
-        return "tcp://127.0.0.1:0" + ("?plain=no" if tls else "")
+    if _with_ports(scheme) is not None:
+        return f"{scheme}://127.0.0.1:0" + ("?plain=no" if tls and scheme == "tcp" else "")
     return f"{scheme}://{name}-{os.getpid()}-{next(_numbers)}"
 
 
@@ -67,16 +69,25 @@ def data_addresses(
         address = own[0] if own else _beside(control, scheme)
         if scheme == "tcp":
             address = _spoken(parse_address(address, "tcp", _OPTIONS), tls=tls, via=via)
+        elif (kind := _with_ports(scheme)) is not None and not own:
+            # What carries the words beside a library is tcp, in plain or not like it.
+            address = _spoken(parse_address(address, scheme, kind.options), tls=tls, via="")
         found.append(address)
     return tuple(found)
 
 
+def _with_ports(scheme: str) -> type[TcpTransport] | None:
+    """The transport if its addresses are HOST:PORT: tcp, and the libraries that have tcp beside them."""
+    kind = transport_for(scheme)
+    return kind if issubclass(kind, TcpTransport) else None
+
+
 def _beside(control: str, scheme: str) -> str:
-    if scheme != "tcp" or not control.startswith("tcp://"):
+    if _with_ports(scheme) is None or not control.startswith("tcp://"):
         return loopback_address(scheme, "kvferry-probe")
     parsed = parse_address(control, "tcp", _OPTIONS)
     streams = f"?streams={parsed.streams}" if "streams" in parsed.options else ""
-    return f"tcp://{parsed.rest.rpartition(':')[0]}:0{streams}"
+    return f"{scheme}://{parsed.rest.rpartition(':')[0]}:0{streams}"
 
 
 def _spoken(address: Address, *, tls: bool, via: str) -> str:
@@ -86,7 +97,7 @@ def _spoken(address: Address, *, tls: bool, via: str) -> str:
         options["plain"] = "no" if tls else "yes"
     if via:
         options["contact"] = via
-    return str(Address("tcp", address.rest, options))
+    return str(Address(address.scheme, address.rest, options))
 
 
 def _ip(address: Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
