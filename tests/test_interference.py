@@ -5,7 +5,9 @@ The planted server runs on a clock of its own (``virtual_time``): its figures ar
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +265,36 @@ def test_a_busy_server_is_a_matter_of_room() -> None:
 
     with pytest.raises(CapacityError, match="full"):
         run_virtually(measure(InterferenceOptions("http://h", (100,)), transport=Busy()))
+
+
+@pytest.mark.parametrize("odd", [-1, True, "7", None, 1.5, [3]])
+def test_counts_that_are_none_are_not_believed(odd: object) -> None:
+    """A server whose counters are absent or odd is measured by what came: the law is the same."""
+    usage = {"prompt_tokens": odd, "completion_tokens": odd, "prompt_tokens_details": {"cached_tokens": odd}}
+    found = measured(PlantedServer(usage=usage), rates=(), max_seconds=60.0)
+    assert found.profile.prefill.seconds(2000) == pytest.approx(
+        measured(PlantedServer(), rates=(), max_seconds=60.0).profile.prefill.seconds(2000), rel=1e-6
+    )
+
+
+def test_a_server_that_hangs_is_told_as_one() -> None:
+    """No list of models, or one that drips, within the time for it: what was waited for, and how long."""
+
+    class Drips(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while True:
+                await asyncio.sleep(1.0)
+                yield b" "
+
+    class Hung(httpx.AsyncBaseTransport):
+        def __init__(self, *, drips: bool) -> None:
+            self.drips = drips
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if not self.drips:
+                await asyncio.sleep(1e6)
+            return httpx.Response(200, stream=Drips(), request=request)
+
+    for drips in (False, True):
+        with pytest.raises(TransportError, match=r"/v1/models: no answer within 10 s"):
+            run_virtually(measure(InterferenceOptions("http://h", (100,)), transport=Hung(drips=drips)))

@@ -260,6 +260,12 @@ def own(fields: str) -> str:
         ),
         ("a.csv", "phase,batch,tokens\nprefill,1,1", "a.csv, line 1: column seconds"),
         ("a.csv", "phase,batch,tokens,seconds", "a.csv, line 2"),
+        (
+            "a.csv",
+            "phase,batch,tokens,seconds,seconds\nprefill,1,1,1,2",
+            "line 1: column seconds comes twice",
+        ),
+        ("a.csv", OWN_CSV + f"prefill,1,{'1' * 200_000},1", "is not CSV: field larger"),
         ("a.csv", "phase,batch,tokens,seconds\nprefill,1,1", "a.csv, line 2: 3 fields"),
         ("a.csv", OWN_CSV.replace("decode,8", "decoding,8"), "a.csv, line 6: phase: 'decoding'"),
         ("a.csv", OWN_CSV.replace("prefill,1,1024,", "prefill,1,1024,-"), "a.csv, line 3: seconds"),

@@ -87,6 +87,9 @@ def test_a_trace_is_read_as_it_is_asked_for() -> None:
         (MOONCAKE.replace("400", "4000"), "t, line 2: hash_ids: 1 ids for 4000 tokens"),
         (MOONCAKE.replace('"timestamp": 30535', '"timestamp": 3'), "t, line 2: the time goes back by 27.479"),
         (MOONCAKE.replace('{"timestamp": 30535', '"timestamp": 30535'), "t, line 2"),
+        ("prompt_tokens,output_tokens,prompt_tokens\n1,2,3\n", "t, line 1: column prompt_tokens comes twice"),
+        ("prompt_tokens,output_tokens,ContextTokens\n1,2,3\n", "t, line 1: columns ContextTokens and prompt"),
+        (LENGTHS + f"{'1' * 200_000},1\n", "is not CSV: field larger"),
         (LENGTHS.replace("2015", "1e300"), "t, line 3: num_prefill_tokens"),
     ],
 )

@@ -145,6 +145,9 @@ def test_ctrl_c_in_the_middle_of_streams_ends_them_with_an_error(workers: tuple[
                 server.signal()
                 *_, last = lines
             assert '"error"' in last
+            if server is front:  # it is its own doing: no worker is named
+                assert "the proxy was told to end" in last
+                assert decode.url not in last
             assert server.wait() == 0
             assert "Traceback" not in server.said
     prefill.wait_empty()

@@ -11,7 +11,7 @@ from kvferry.errors import InputError
 from kvferry.model import load_shape
 from kvferry.plan import PrefillLaw
 from kvferry.proxy.body import Body, read_body
-from kvferry.proxy.options import Place, ProxyOptions, check_options, read_place
+from kvferry.proxy.options import Place, ProxyOptions, check_options, read_place, shown_name
 from kvferry.proxy.pays import Costs
 from kvferry.proxy.rewrite import DivergedError, Writer
 from kvferry.proxy.workers import Workers
@@ -99,6 +99,12 @@ def test_a_pair_that_the_links_do_not_have_is_named() -> None:
     given = options(decode=(Place("x", "http://x:1"), Place("z", "http://z:1")))
     with pytest.raises(InputError, match="link: 0 pairs fit"):
         costs(given)
+
+
+def test_workers_of_one_name_are_shown_with_their_url() -> None:
+    """Two workers of a node share its name, as link files know the node; what is shown tells them apart."""
+    places = [read_place(text, "prefill") for text in ("n=http://h:1", "n=http://h:2", "m=http://h:3")]
+    assert [shown_name(place, places) for place in places] == ["n (http://h:1)", "n (http://h:2)", "m"]
 
 
 def test_places() -> None:

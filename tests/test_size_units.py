@@ -12,7 +12,7 @@ from kvferry.units import format_bytes, format_rate, format_seconds, format_size
 
 NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 FACTOR = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "ps": 1e-12}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,9 @@ def test_sizes_at_the_borders_of_units(nbytes: int, text: str) -> None:
         (0.0125, "12.5 ms"),
         (0.000_999_96, "1 ms"),
         (999.9, "1,000 s"),
+        (0.3e-9, "300 ps"),
+        (0.9999e-9, "1 ns"),
+        (4e-13, "0 s"),
         (88_888_888.8, "88,888,889 s"),
     ],
 )
@@ -57,7 +60,7 @@ def test_a_printed_size_is_within_half_a_percent(nbytes: int) -> None:
     assert abs(float(number.replace(",", "")) * FACTOR[unit] - nbytes) <= 0.005 * nbytes
 
 
-@given(st.floats(1e-9, 1e12))
+@given(st.floats(1e-12, 1e12))
 def test_a_printed_time_is_within_half_a_percent(seconds: float) -> None:
     """The same for times."""
     number, unit = format_seconds(seconds).split()

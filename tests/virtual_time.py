@@ -76,6 +76,7 @@ class PlantedServer(httpx.AsyncBaseTransport):
     refuses_ignore_eos: bool = False
     stops_after: int | None = None
     dies_after: int | None = None
+    usage: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._prompts: list[_Request] = []
@@ -120,6 +121,7 @@ class PlantedServer(httpx.AsyncBaseTransport):
                 "cached_tokens": len(ids) - 1 if hit else int(self.cached_share * len(ids))
             },
         }
+        usage |= self.usage or {}
         return httpx.Response(
             200, headers={"content-type": "text/event-stream"}, stream=_Events(self, asked, usage)
         )

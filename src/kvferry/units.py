@@ -30,7 +30,8 @@ _RATE_UNITS = {
     **{f"{name}/s": float(n) for name, n in _BYTE_UNITS.items() if name},
     **{f"{name}/s": n / 8 for n, name in _BITS},
 }
-_SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_PARTS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "ps": 1e-12}
+_SECOND_UNITS = _PARTS | {"min": 60.0, "h": 3600.0}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([A-Za-zµ]*(?:/s)?)\s*")
 
 
@@ -75,11 +76,14 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits in the unit that fits, and whole seconds from 1,000 s: ``"12.5 ms"``."""
-    for factor, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+    """Three significant digits in the unit that fits, and whole seconds from 1,000 s: ``"12.5 ms"``.
+
+    Less than a picosecond is no time: a fit has such a term where rounding left one.
+    """
+    for factor, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"), (1e-12, "ps")):
         if abs(_rounded(seconds / factor)) >= 1:
             return f"{_three_digits(seconds / factor)} {name}"
-    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+    return "0 s"
 
 
 def _parse(text: str, field: str, units: dict[str, int] | dict[str, float]) -> float:

@@ -85,15 +85,24 @@ class Reply:
 
     @property
     def tokens(self) -> int:
-        counted = (self.usage or {}).get("completion_tokens")
-        return counted if isinstance(counted, int) else len(self.times)
+        counted = _count((self.usage or {}).get("completion_tokens"))
+        return len(self.times) if counted is None else counted
+
+    @property
+    def counted_prompt_tokens(self) -> int | None:
+        """Tokens of the prompt as the server counts them; None where it does not."""
+        return _count((self.usage or {}).get("prompt_tokens"))
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that the server says it had cached; 0 where it says nothing."""
         details = (self.usage or {}).get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        return cached if isinstance(cached, int) else 0
+        return _count(details.get("cached_tokens")) or 0 if isinstance(details, dict) else 0
+
+
+def _count(said: object) -> int | None:
+    """A count that a server tells; None where it is none: absent, negative, a text, true."""
+    return said if isinstance(said, int) and not isinstance(said, bool) and said >= 0 else None
 
 
 class Client:
@@ -118,7 +127,14 @@ class Client:
     async def find_model(self) -> int | None:
         """Take the server's model where none was given; returns its longest context, if it says one."""
         try:
-            answer = await self._http.get(f"{self._base}/v1/models", timeout=self._seconds())
+            # The whole answer has this time, and not each piece of it.
+            async with asyncio.timeout(self._seconds()):
+                answer = await self._http.get(f"{self._base}/v1/models", timeout=None)
+        except TimeoutError:
+            raise TransportError(
+                f"url: {self._base}/v1/models: no answer within {self._seconds():.3g} s",
+                next_step="look whether the server has finished loading, and whether this is its address",
+            ) from None
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         except httpx.InvalidURL as error:
@@ -135,7 +151,7 @@ class Client:
                 f"model: {self._base}/v1/models (status {answer.status_code}) names no model"
                 + (f" {self.model!r}" if self.model else "; give --model")
             ) from None
-        return longest if isinstance(longest, int) else None
+        return _count(longest) or None
 
     async def learn_extras(self, prompts: UniquePrompts) -> None:
         """Whether it takes ``ignore_eos``; without it outputs may be short. Raises NoPlanError."""
@@ -209,7 +225,7 @@ class Client:
         return max(0.1, min(10.0, self._budget.seconds_left()))
 
     def _unreachable(self, error: httpx.HTTPError) -> TransportError:
-        return TransportError(f"url: {self._base}: {error or repr(error)}")
+        return TransportError(f"url: {self._base}: {str(error) or type(error).__name__}")
 
 
 def _take(reply: Reply, line: str, now: float) -> bool:

@@ -112,8 +112,8 @@ class _Measuring:
     async def fresh(self, tokens: int, max_tokens: int) -> Reply:
         """A prompt that nobody has seen. Raises NoPlanError where the server has it cached all the same."""
         reply = await self.client.stream(self.prompts.make(tokens), max_tokens)
-        counted = (reply.usage or {}).get("prompt_tokens")
-        if isinstance(counted, int) and abs(counted - tokens) > max(2, 0.02 * tokens):
+        counted = reply.counted_prompt_tokens
+        if counted is not None and abs(counted - tokens) > max(2, 0.02 * tokens):
             raise NoPlanError(f"the server counts {counted} tokens in a prompt of {tokens} token ids")
         if reply.cached_tokens > _MAX_CACHED_SHARE * tokens:
             raise NoPlanError(

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvferry.errors import InputError
 
-__all__ = ["Cells"]
+__all__ = ["Cells", "columns_of", "fields_of"]
 
 MAX_VALUE = 1e12
 """Larger numbers are neither tokens nor seconds."""
+
+
+def fields_of(lines: Iterable[str], source: str, first: int = 1) -> Iterator[list[str]]:
+    """The fields of CSV lines; ``first`` is the number of the first one. Raises InputError with the line."""
+    rows = csv.reader(iter(lines))
+    while True:
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            at = first + max(0, rows.line_num - 1)
+            raise InputError(f"{source}, line {at}: is not CSV: {error}") from error
+
+
+def columns_of(header: Sequence[str], source: str) -> list[str]:
+    """The names of the columns. Raises InputError for one that comes twice: its cells would hide others."""
+    columns = [name.strip().lstrip("\ufeff").strip() for name in header]
+    for name in columns:
+        if name and columns.count(name) > 1:
+            raise InputError(f"{source}, line 1: column {name[:40]} comes twice")
+    return columns
 
 
 class Cells:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import msgspec
 
 from kvferry.errors import InputError
-from kvferry.plan.cells import Cells
+from kvferry.plan.cells import Cells, columns_of, fields_of
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.compute_fit import ComputeSample, fit_profile
 
@@ -21,8 +20,8 @@ Instance = tuple[str, str, int, int]
 
 def profiles_from_csv(text: str, source: str) -> Mapping[Instance, Callable[[], ComputeProfile]]:
     """Each instance of a text with the function that fits its profile."""
-    rows = csv.reader(text.splitlines())
-    columns = [name.strip() for name in next(rows)]
+    rows = fields_of(text.splitlines(), source)
+    columns = columns_of(next(rows), source)
     reader = _SPLITWISE if "prompt_time" in columns else _OWN
     for name in reader.needs:
         if name not in columns:

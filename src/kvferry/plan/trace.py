@@ -12,7 +12,6 @@ Four kinds are read, told apart by their first line:
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from itertools import chain
@@ -22,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import InputError
-from kvferry.plan.cells import Cells
+from kvferry.plan.cells import Cells, columns_of, fields_of
 
 __all__ = ["MAX_LINE_CHARACTERS", "PREFIX_BLOCK_TOKENS", "TraceRow", "read_trace"]
 
@@ -120,12 +119,12 @@ def _reason(error: msgspec.MsgspecError) -> str:
 
 
 def _read_csv(header: str, lines: Iterable[tuple[int, str]], source: str) -> Iterator[tuple[int, TraceRow]]:
-    columns = [name.strip().lstrip("\ufeff") for name in next(csv.reader([header]))]
+    columns = columns_of(next(fields_of([header], source)), source)
     prompt, output = _column(columns, _PROMPT, source), _column(columns, _OUTPUT, source)
     arrival = next((name for name in _ARRIVAL if name in columns), None)
     read_time = _clock() if arrival == "TIMESTAMP" else Cells.from_zero
     for number, line in lines:
-        fields = next(csv.reader([line]))
+        fields = next(fields_of([line], source, number))
         if len(fields) != len(columns):
             raise InputError(f"{source}, line {number}: {len(fields)} fields, the header has {len(columns)}")
         cells = Cells(dict(zip(columns, fields, strict=True)), source, number)
@@ -134,9 +133,11 @@ def _read_csv(header: str, lines: Iterable[tuple[int, str]], source: str) -> Ite
 
 
 def _column(columns: list[str], names: tuple[str, ...], source: str) -> str:
-    for name in names:
-        if name in columns:
-            return name
+    found = [name for name in names if name in columns]
+    if len(found) > 1:
+        raise InputError(f"{source}, line 1: columns {found[0]} and {found[1]} say the same thing")
+    if found:
+        return found[0]
     raise InputError(f"{source}, line 1: none of the columns {', '.join(names)}")
 
 

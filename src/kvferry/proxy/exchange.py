@@ -212,7 +212,7 @@ class Exchange:
                 except (WorkerFailedError, RefusedError) as error:
                     if params is not None:
                         self._release(params)
-                    if isinstance(error, WorkerFailedError):
+                    if isinstance(error, WorkerFailedError) and not error.is_nobodys_fault:
                         self._state.workers.failed(worker)
                     if upstream.is_ending or not may_restart or not self._may_repeat(writer):
                         yield failure(error)
@@ -253,8 +253,8 @@ class Exchange:
         """What the response's headers say about how it came about."""
         said = {
             "x-kvferry-way": way,
-            "x-kvferry-prefill": "" if prefill is None else prefill.place.name,
-            "x-kvferry-decode": "" if decode is None else decode.place.name,
+            "x-kvferry-prefill": "" if prefill is None else self._state.workers.shown(prefill),
+            "x-kvferry-decode": "" if decode is None else self._state.workers.shown(decode),
             "x-kvferry-first-token": first_from,
         }
         self._said = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -13,7 +14,7 @@ from kvferry.plan.payload import PoolFormat
 from kvferry.serve.options import host_port
 from kvferry.transport.peers import find_peers
 
-__all__ = ["Place", "ProxyOptions", "check_options", "find_places", "read_place"]
+__all__ = ["Place", "ProxyOptions", "check_options", "find_places", "read_place", "shown_name"]
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -81,6 +82,12 @@ def read_place(text: str, field: str) -> Place:
     host, port = host_port(rest, field)
     shown = f"[{host}]" if ":" in host else host
     return Place(name or host, f"{scheme}://{shown}:{port}")
+
+
+def shown_name(place: Place, places: Sequence[Place]) -> str:
+    """The name, with the URL where another place has it too: workers of one node may share its name."""
+    is_alone = sum(other.name == place.name for other in places) <= 1
+    return place.name if is_alone else f"{place.name} ({place.url})"
 
 
 def find_places(entries: tuple[str, ...], field: str) -> tuple[Place, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry.link.load import load_links
-from kvferry.proxy.options import ProxyOptions, check_options
+from kvferry.proxy.options import ProxyOptions, check_options, shown_name
 from kvferry.proxy.pays import Costs
 from kvferry.serve.listening import bound_socket, missing_extra
 
@@ -44,7 +44,9 @@ def run_proxy(options: ProxyOptions, on_ready: Callable[[Proxying], None]) -> No
         thresholds = {}
         if options.links is not None and options.profile is not None:
             thresholds = {
-                f"{giver.name} -> {taker.name}": costs.threshold(giver, taker)
+                " -> ".join(
+                    (shown_name(giver, options.prefill), shown_name(taker, options.decode))
+                ): costs.threshold(giver, taker)
                 for giver in options.prefill
                 for taker in options.decode
             }

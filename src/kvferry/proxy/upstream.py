@@ -44,6 +44,14 @@ class WorkerFailedError(Exception):
         self.is_nobodys_fault = is_nobodys_fault
 
 
+class EndingError(WorkerFailedError):
+    """The proxy was told to end while the worker was still at it: nobody is blamed, nothing tried again."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker, "", status=503, is_nobodys_fault=True)
+        self.args = ("the proxy was told to end before this answer was whole; send the request again",)
+
+
 class RefusedError(Exception):
     """A worker refused the request itself: the client is to see its answer as it is."""
 
@@ -167,7 +175,7 @@ class Upstream:
             kind = answer.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise WorkerFailedError(worker, f"streams {kind[:60] or 'nothing'}, not text/event-stream")
-            yield _events(worker, answer, self._options.silence_seconds)
+            yield self._events(worker, answer)
 
     @contextlib.asynccontextmanager
     async def _request(
@@ -181,7 +189,7 @@ class Upstream:
         timeout = httpx.Timeout(limit_seconds, connect=self._options.connect_seconds)
         content = None if fields is None else msgspec.json.encode(fields)
         passed = {name: headers[name] for name in _PASSED_ON if name in headers}
-        with _named(worker, limit_seconds):
+        with self._named(worker, limit_seconds):
             async with self._client.stream(
                 "GET" if fields is None else "POST",
                 worker.place.url + path,
@@ -197,18 +205,34 @@ class Upstream:
                 finally:
                     self._open.discard(answer)
 
+    @contextlib.contextmanager
+    def _named(self, worker: Worker, limit_seconds: float) -> Iterator[None]:
+        """The client's errors as ours."""
+        try:
+            yield
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            if self.is_ending:  # it was us who broke it off
+                raise EndingError(worker) from error
+            if isinstance(error, httpx.ConnectError):
+                reason = f"cannot be reached: {str(error) or type(error).__name__}"
+                raise WorkerFailedError(worker, reason) from error
+            if isinstance(error, httpx.TimeoutException):
+                reason = f"said nothing for {limit_seconds:.3g} s"
+                raise WorkerFailedError(worker, reason, status=504) from error
+            raise WorkerFailedError(worker, f"the connection broke: {error!r}") from error
 
-@contextlib.contextmanager
-def _named(worker: Worker, limit_seconds: float) -> Iterator[None]:
-    """The client's errors as ours."""
-    try:
-        yield
-    except httpx.ConnectError as error:
-        raise WorkerFailedError(worker, f"cannot be reached: {error}") from error
-    except httpx.TimeoutException as error:
-        raise WorkerFailedError(worker, f"said nothing for {limit_seconds:.3g} s", status=504) from error
-    except (httpx.HTTPError, httpx.StreamError) as error:
-        raise WorkerFailedError(worker, f"the connection broke: {error!r}") from error
+    async def _events(self, worker: Worker, answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+        with self._named(worker, self._options.silence_seconds):
+            async for line in answer.aiter_lines():
+                if not line.startswith("data:"):
+                    continue  # a comment, another field, the end of an event
+                data = line[5:].strip()
+                if data == "[DONE]":
+                    return
+                yield _event(worker, data.encode())
+        if self.is_ending:
+            raise EndingError(worker)
+        raise WorkerFailedError(worker, "ended its stream in the middle")
 
 
 async def _raise_status(worker: Worker, answer: httpx.Response) -> None:
@@ -236,20 +260,6 @@ def _message(body: bytes) -> str:
     except (msgspec.DecodeError, RecursionError, KeyError, TypeError, IndexError):
         message = body[:200].decode("utf-8", "replace")
     return " ".join(str(message).split())[:400]
-
-
-async def _events(
-    worker: Worker, answer: httpx.Response, limit_seconds: float
-) -> AsyncIterator[dict[str, Any]]:
-    with _named(worker, limit_seconds):
-        async for line in answer.aiter_lines():
-            if not line.startswith("data:"):
-                continue  # a comment, another field, the end of an event
-            data = line[5:].strip()
-            if data == "[DONE]":
-                return
-            yield _event(worker, data.encode())
-    raise WorkerFailedError(worker, "ended its stream in the middle")
 
 
 def _event(worker: Worker, data: bytes) -> dict[str, Any]:

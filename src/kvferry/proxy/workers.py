@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvferry.proxy.options import Place, ProxyOptions
+from kvferry.proxy.options import Place, ProxyOptions, shown_name
 from kvferry.proxy.pays import Costs
 
 __all__ = ["Pair", "Worker", "Workers"]
@@ -80,6 +80,11 @@ class Workers:
             known = {worker.place: worker for worker in getattr(self, field)}
             places = getattr(options, field)
             setattr(self, field, [known.get(place) or Worker(place) for place in places])
+
+    def shown(self, worker: Worker) -> str:
+        """Its name, with its URL where another one of its role has that name too."""
+        side = self.prefill if worker in self.prefill else self.decode
+        return shown_name(worker.place, [other.place for other in side])
 
     def failed(self, worker: Worker) -> None:
         """Leave it out for a while."""
