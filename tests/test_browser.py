@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
+import shlex
 import shutil
 import threading
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from kvferry.web.run import page_options, serving_page
 from kvferry.web.view import View
 from probe_kit import agents, probing
 from report_kit import write_all
+from serve_kit import Server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext
@@ -172,3 +175,19 @@ def serving(page: LivePage) -> Iterator[str]:
     finally:
         loop.call_soon_threadsafe(ended.set)
         thread.join(20)
+
+
+def test_the_live_page_of_a_server_follows_a_demo(browser: Browser) -> None:
+    """`demo --serve`: decode's page shows the handoff of a request while it is open."""
+    with Server("--serve", "--tokens", "5", verb="demo", model=("--model", "tiny")) as demo:
+        context = browser.new_context()
+        page, said = watch(context)
+        page.goto(demo.line["live"][1])
+        expect(page.locator("h1")).to_have_text("server decode", timeout=20_000)
+        demo.stream(json.loads(shlex.split(demo.line["curl"])[-1]), "/v1/chat/completions")
+        row = page.locator("#ways tbody tr")
+        expect(row).to_contain_text("shm, mapped", timeout=20_000)
+        expect(row).to_contain_text("prefill at shm://")
+        expect(page.locator("#recent .bar")).to_have_count(1)
+        assert said == []
+        context.close()

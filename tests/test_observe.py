@@ -136,7 +136,8 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     text = (ROOT / "deploy" / "grafana" / "kvferry.json").read_text("utf-8")
     assert json.loads(text) == module.dashboard(), "run python deploy/grafana/make_dashboard.py"
     asked = set(re.findall(r"kvferry_\w+", text))
-    source = (ROOT / "src" / "kvferry" / "observe" / "prometheus.py").read_text("utf-8")
+    files = ("observe/prometheus.py", "serve/look.py", "proxy/metrics.py")
+    source = "".join((ROOT / "src" / "kvferry" / name).read_text("utf-8") for name in files)
     known = set(re.findall(r'"(kvferry_\w+)"', source))
     suffixed = known | {f"{name}{suffix}" for name in known for suffix in ("_total", "_bucket")}
     assert asked <= suffixed

@@ -18,14 +18,17 @@ from kvferry.errors import KVFerryError
 from kvferry.link import Mode
 from kvferry.probe import AgentSite, Payload, Room, sizes_up_to
 from kvferry.probe import words as w
-from kvferry.transfer import Ended, Tally, Timings, TransferRecord
+from kvferry.transfer import Ended, Tallied, Tally, Timings, TransferRecord
 from kvferry.transport.certificates import init_authority, issue
 from kvferry.transport.security import Identity
 from kvferry.web.agent import agent_with_page
-from kvferry.web.run import page_options
+from kvferry.web.app import MAX_STREAMS, LivePage
+from kvferry.web.run import page_options, serving_page
+from kvferry.web.view import View
 
 SMALL = Payload(256 << 10, 16 << 10)
 ROOM = Room.of(sizes_up_to(SMALL))
+MANY = httpx.Limits(max_connections=None)
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - the address that needs a token
 TOKEN = "0123456789abcdef"  # noqa: S105 - it opens nothing
 
@@ -63,7 +66,8 @@ def test_the_page_follows_what_happens_and_ends_with_its_agent(capfd: pytest.Cap
             ]
             url = two[1][1]
             client = await looking.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
-            assert "kvferry_endpoint_up 0.0" in (await client.get("/metrics")).text
+            # No probe, no endpoint: an alarm on endpoints that are down has nothing to say.
+            assert "kvferry_endpoint_up" not in (await client.get("/metrics")).text
             giver, taker = [await stack.enter_async_context(site_at(agent.address)) for agent, _ in two]
             answer = await looking.enter_async_context(client.stream("GET", "/events"))
             lines = answer.aiter_lines()
@@ -123,6 +127,33 @@ def test_off_loopback_it_wants_a_token_and_tls(tmp_path: Path) -> None:
                 assert (await client.get("/", auth=("anybody", TOKEN))).status_code == 200
                 asked = await client.get("/")
                 assert asked.headers["www-authenticate"].startswith("Basic realm=")
+
+    asyncio.run(check())
+
+
+def test_pages_that_are_open_at_once_are_bounded() -> None:
+    """One more than the most is told so; one that closes makes room."""
+
+    async def check() -> None:
+        async def source() -> View:
+            return View("w", 0.0, 1.0, (), None, (), Tallied(), ())
+
+        page = LivePage(source)
+        async with contextlib.AsyncExitStack() as stack:
+            url = await stack.enter_async_context(serving_page(page, page_options("127.0.0.1:0", None, None)))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, limits=MANY))
+            opened = [client.send(client.build_request("GET", "/events"), stream=True) for _ in range(20)]
+            answers = await asyncio.gather(*opened)
+            taken = [answer for answer in answers if answer.status_code == 200]
+            assert len(taken) == MAX_STREAMS
+            assert {answer.status_code for answer in answers} == {200, 503}
+            for answer in answers:
+                await answer.aclose()
+            async with asyncio.timeout(20):
+                while True:
+                    async with client.stream("GET", "/events") as answer:
+                        if answer.status_code == 200:
+                            break
 
     asyncio.run(check())
 

@@ -1,4 +1,4 @@
-"""Write ``deploy/grafana/kvferry.json``: a dashboard over the metrics of ``kvferry.observe.prometheus``.
+"""Write ``deploy/grafana/kvferry.json``: a dashboard over what /metrics gives.
 
 python deploy/grafana/make_dashboard.py
 """
@@ -35,6 +35,22 @@ PANELS = (
     ("Leases held and not claimed", "short", "sum by (instance) (kvferry_leases_held)"),
     ("Endpoints that do not answer", "short", "count(kvferry_endpoint_up == 0) or vector(0)"),
     ("Peers connected", "short", "sum by (instance) (kvferry_peers_connected)"),
+    ("Requests in servers, by state", "short", "sum by (state) (kvferry_server_requests)"),
+    (
+        "Free blocks of servers' pools",
+        "percentunit",
+        "kvferry_server_free_blocks / kvferry_server_blocks",
+    ),
+    (
+        "What the proxy did",
+        "reqps",
+        "sum by (event) (rate(kvferry_proxy_events_total[$__rate_interval]))",
+    ),
+    (
+        "Failures of workers behind the proxy",
+        "reqps",
+        "sum by (role, worker) (rate(kvferry_proxy_worker_failures_total[$__rate_interval]))",
+    ),
 )
 
 

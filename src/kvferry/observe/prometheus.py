@@ -60,8 +60,8 @@ class Metrics:
             for part in _PARTS:
                 self._seconds.labels(*way, part).observe(getattr(record.timings, part))
 
-    def watch(self, stats: Callable[[], Stats]) -> None:
-        """Show what ``stats`` says at each scrape; usually ``endpoint.stats``."""
+    def watch(self, stats: Callable[[], Stats | None]) -> None:
+        """Show what ``stats`` says at each scrape, usually ``endpoint.stats``; None: no endpoint now."""
         self.show(lambda: _holds(stats))
 
     def show(self, read: Callable[[], Iterable[Sample]]) -> None:
@@ -73,12 +73,14 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _holds(stats: Callable[[], Stats]) -> Iterable[Sample]:
+def _holds(stats: Callable[[], Stats | None]) -> Iterable[Sample]:
     says = "1 while the endpoint's node answers."
     try:
         now = stats()
     except KVFerryError:
         return [Sample("kvferry_endpoint_up", says, 0)]
+    if now is None:
+        return []
     return [
         Sample("kvferry_endpoint_up", says, 1),
         Sample("kvferry_transfers_in_flight", "Transfers under way.", now.transfers),

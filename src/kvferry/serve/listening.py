@@ -14,16 +14,18 @@ __all__ = ["bound_socket", "is_loopback_host", "missing_extra"]
 
 
 @contextlib.contextmanager
-def bound_socket(listen: str, scheme: str = "http") -> Iterator[tuple[socket.socket, str]]:
+def bound_socket(
+    listen: str, *, field: str = "listen", scheme: str = "http"
+) -> Iterator[tuple[socket.socket, str]]:
     """A listening socket and its URL. Raises InputError, TransportError."""
-    host, port = host_port(listen)
+    host, port = host_port(listen, field)
     try:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
-        raise TransportError(f"listen: {listen}: {error.strerror or error}") from error
+        raise TransportError(f"{field}: {listen}: {error.strerror or error}") from error
     with sock:
         shown = f"[{host}]" if ":" in host else host
         yield sock, f"{scheme}://{shown}:{sock.getsockname()[1]}"

@@ -6,10 +6,8 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from kvferry.errors import LocalError
 from kvferry.observe.prometheus import Metrics
 from kvferry.probe import Agent
-from kvferry.transfer import Stats
 from kvferry.web.app import LivePage
 from kvferry.web.run import PageOptions, serving_page
 from kvferry.web.view import agent_source
@@ -24,14 +22,7 @@ async def agent_with_page(
     """An agent as ``Agent.listen`` makes it, and the URL of its page. Raises as both."""
     metrics = Metrics()
     async with await Agent.listen(address, **options, observers=[metrics]) as agent:
-
-        def stats() -> Stats:
-            found = agent.stats()
-            if found is None:
-                raise LocalError("no probe is open here, so there is no endpoint")
-            return found
-
-        metrics.watch(stats)
+        metrics.watch(agent.stats)
         live = LivePage(agent_source(agent), metrics.text, page.token)
         async with serving_page(live, page) as url:
             yield agent, url

@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvferry.observe.prometheus import CONTENT_TYPE
 from kvferry.serve.http import json_response, sse
@@ -53,17 +54,31 @@ class LivePage:
     async def _events(self, _: Request) -> Response:
         if self._streams >= MAX_STREAMS:
             return PlainTextResponse(f"{MAX_STREAMS} pages are open, the most allowed\n", 503)
-        return StreamingResponse(self._moments(), media_type="text/event-stream")
+        self._streams += 1  # here, before another asks
+        return _Stream(self._moments(), self._leave)
+
+    def _leave(self) -> None:
+        self._streams -= 1
 
     async def _moments(self) -> AsyncIterator[bytes]:
-        self._streams += 1
+        while not self._closing.is_set():
+            yield sse(msgspec.json.encode(await self._source()))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), INTERVAL_SECONDS)
+
+
+class _Stream(StreamingResponse):
+    """Events; ``leave`` is called when nobody reads them any more, even if nobody ever did."""
+
+    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            while not self._closing.is_set():
-                yield sse(msgspec.json.encode(await self._source()))
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), INTERVAL_SECONDS)
+            await super().__call__(scope, receive, send)
         finally:
-            self._streams -= 1
+            self._leave()
 
 
 def metrics_route(text: Callable[[], bytes]) -> Route:

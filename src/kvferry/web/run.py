@@ -66,7 +66,8 @@ async def serving_page(page: LivePage, options: PageOptions) -> AsyncIterator[st
         ssl_certfile=None if identity is None else identity.certificate,
         ssl_keyfile=(identity.key or None) if identity is not None else None,
     )
-    with bound_socket(options.listen, "http" if identity is None else "https") as (sock, url):
+    scheme = "http" if identity is None else "https"
+    with bound_socket(options.listen, field="web", scheme=scheme) as (sock, url):
         server = _Server(config)
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         try:
