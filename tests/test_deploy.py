@@ -212,7 +212,7 @@ exit $status
 
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, Any]:
-    """The environment of a job of three nodes, all of them this host; ``srun`` is a stand-in."""
+    """The environment of a job of two nodes, both of them this host; ``srun`` is a stand-in."""
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text(SRUN)
@@ -220,7 +220,7 @@ def job(tmp_path: Path) -> dict[str, Any]:
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvferry "$@"\n')
     for path in (srun, command):
         path.chmod(0o755)
-    names = {"SLURM_JOB_ID": "71", "SLURM_JOB_NUM_NODES": "3", "KVFERRY_INTERFACE": "lo"}
+    names = {"SLURM_JOB_ID": "71", "SLURM_JOB_NUM_NODES": "2", "KVFERRY_INTERFACE": "lo"}
     path = f"{srun.parent}:{os.environ['PATH']}"
     return {"cwd": tmp_path, "env": {**os.environ, **names, "PATH": path}, "text": True}
 
@@ -233,15 +233,15 @@ needs_ip = pytest.mark.skipif(
 @needs_ip
 @pytest.mark.slow
 def test_the_slurm_script_measures_its_nodes_and_leaves_nothing(job: dict[str, Any]) -> None:
-    """All pairs of three nodes, encrypted by the job's own certificate, in the job's link file."""
+    """Both nodes, encrypted by the job's own certificate, in the job's link file."""
     small = ("--bytes", "64KiB", "--repeat", "1", "--mode", "pull", "--json")
     done = subprocess.run(["bash", SBATCH, *small], capture_output=True, timeout=100, check=False, **job)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["pairs"]
     assert all(row["tls"] for row in rows)
     links = load_links(job["cwd"] / "kvferry-links-71.json")
-    assert [node.name for node in links.nodes] == ["node-1", "node-2", "node-3"]
-    assert len(links.pairs) == 6
+    assert [node.name for node in links.nodes] == ["node-1", "node-2"]
+    assert len(links.pairs) == 2
     assert sorted(path.name for path in job["cwd"].iterdir()) == ["bin", "kvferry-links-71.json"]
 
 

@@ -153,11 +153,16 @@ def test_a_probe_of_many_pairs_keeps_their_fits_and_not_each_copy(monkeypatch: p
         assert decode_links(encode_links(result.links)) == result.links
 
 
-def test_more_nodes_than_one_probe_can_carry_are_refused_with_what_to_do() -> None:
+def test_more_nodes_than_one_probe_can_carry_are_refused_with_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Before anything is opened at any of them."""
     plan = ProbePlan(largest=SMALL, transports=("tcp",))
-    with pytest.raises(InputError, match=f"{MAX_NODES + 1} nodes, one probe takes at most {MAX_NODES}"):
+    said = f"{MAX_NODES + 1} nodes, one probe takes at most {MAX_NODES}"
+    with pytest.raises(InputError, match=said):
         passes_of([LocalSite("one", 1)] * (MAX_NODES + 1), plan)
+    assert run(["probe", *(f"192.0.2.1:{port}" for port in range(1, MAX_NODES + 2))]) == 2
+    assert said in capsys.readouterr().err  # and nobody was asked: that would have taken its time
 
 
 def test_libraries_with_tcp_beside_them_listen_where_tcp_would() -> None:

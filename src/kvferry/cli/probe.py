@@ -148,9 +148,11 @@ def _addresses(peers: Sequence[str], flags: ProbeFlags) -> list[str]:
             if given:
                 raise InputError(f"{name}: needs agents, not --loopback")
         return []
+    from kvferry.probe.plan import check_count
     from kvferry.transport.peers import find_peers
 
     addresses = [peer if "://" in peer else f"tcp://{peer}" for peer in find_peers(peers, "peers")]
+    check_count(len(addresses))
     if len(addresses) < 2:
         raise InputError(
             f"peers: {len(addresses)} found; give the addresses of two agents or more (`kvferry agent` on "

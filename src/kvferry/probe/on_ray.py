@@ -91,15 +91,12 @@ def ray_agents(
     except ImportError as error:
         raise LocalError("ray: Ray is not installed", next_step="pip install 'kvferry[ray]'") from error
     _connect(ray, address)
-    actors: dict[str, Any] = {}
-    try:
+    # Each is ended, even where ending another failed.
+    with contextlib.ExitStack() as ending:
+        ending.callback(ray.shutdown)
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         with _ended_in_order(), _told(nodes, tls) as told:
-            yield _started(ray, actors, told, start_seconds)
-    finally:
-        for actor in actors.values():
-            ray.kill(actor)
-        ray.shutdown()
+            yield _started(ray, ending, told, start_seconds)
 
 
 @contextlib.contextmanager
@@ -185,8 +182,8 @@ def _certificates(hosts: Sequence[str]) -> tuple[dict[str, bytes], bytes, bytes]
         return pems, issue(folder, _ME, days=1).read_bytes(), (folder / AUTHORITY).read_bytes()
 
 
-def _started(ray: Any, actors: dict[str, Any], told: _Told, start_seconds: float) -> RayAgents:
-    """Start them all at once. ``actors`` is filled, so that whoever ends them knows of each."""
+def _started(ray: Any, ending: contextlib.ExitStack, told: _Told, start_seconds: float) -> RayAgents:
+    """Start them all at once; ``ending`` knows of each before it is waited for."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
 
     pending: dict[Any, str] = {}
@@ -194,8 +191,9 @@ def _started(ray: Any, actors: dict[str, Any], told: _Told, start_seconds: float
     for node_id, start in starts.items():
         kind = ray.remote(num_cpus=0, max_restarts=0)(_NodeAgent)
         here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        actors[node_id] = kind.options(scheduling_strategy=here).remote()
-        pending[actors[node_id].start.remote(start)] = node_id
+        actor = kind.options(scheduling_strategy=here).remote()
+        ending.callback(ray.kill, actor)
+        pending[actor.start.remote(start)] = node_id
     addresses: list[str] = []
     failed: dict[str, str] = {}
     deadline = time.monotonic() + start_seconds

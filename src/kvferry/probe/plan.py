@@ -14,7 +14,7 @@ from kvferry.probe.schedule import Stage, incast_stages, pair_stages
 from kvferry.probe.site import Site
 from kvferry.transport.security import Plain
 
-__all__ = ["MAX_NODES", "STAGE_SECONDS", "ProbePlan", "link_class", "names_of", "passes_of"]
+__all__ = ["MAX_NODES", "STAGE_SECONDS", "ProbePlan", "check_count", "link_class", "names_of", "passes_of"]
 
 #: Seconds of a stage where nobody says how long the whole may take.
 STAGE_SECONDS = 6.0
@@ -69,11 +69,7 @@ def passes_of(sites: Sequence[Site], plan: ProbePlan) -> list[tuple[bool, list[S
     """Whether tcp is encrypted, and the stages of that; what is no tcp is in the first pass only."""
     if len(sites) < 2:
         raise InputError(f"peers: {len(sites)} given; a pair needs two")
-    if len(sites) > MAX_NODES:
-        raise InputError(
-            f"peers: {len(sites)} nodes, one probe takes at most {MAX_NODES}; probe each zone, and one node "
-            "of every zone, and join the files with `kvferry link merge` (docs/scale.md)"
-        )
+    check_count(len(sites))
     for one, other in itertools.combinations(sites, 2):
         if one.about.incarnation == other.about.incarnation:
             raise InputError(f"peers: {one.address} and {other.address} are the same agent")
@@ -86,6 +82,15 @@ def passes_of(sites: Sequence[Site], plan: ProbePlan) -> list[tuple[bool, list[S
         if transports:
             found.append((tls, _stages(sites, plan, transports)))
     return found
+
+
+def check_count(nodes: int) -> None:
+    """Raise InputError for more nodes than one probe can carry."""
+    if nodes > MAX_NODES:
+        raise InputError(
+            f"peers: {nodes} nodes, one probe takes at most {MAX_NODES}; probe each zone, and one node "
+            "of every zone, and join the files with `kvferry link merge` (docs/scale.md)"
+        )
 
 
 def _check_security(sites: Sequence[Site], *, tls: bool) -> None:

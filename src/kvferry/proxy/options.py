@@ -12,7 +12,7 @@ from kvferry.model import ModelShape
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.payload import PoolFormat
 from kvferry.serve.options import host_port
-from kvferry.transport.peers import find_peers
+from kvferry.transport.peers import RESOLVE_SECONDS, find_peers
 
 __all__ = ["Place", "ProxyOptions", "check_options", "find_places", "read_place", "shown_name"]
 
@@ -90,9 +90,12 @@ def shown_name(place: Place, places: Sequence[Place]) -> str:
     return place.name if is_alone else f"{place.name} ({place.url})"
 
 
-def find_places(entries: tuple[str, ...], field: str) -> tuple[Place, ...]:
+def find_places(
+    entries: tuple[str, ...], field: str, timeout_seconds: float = RESOLVE_SECONDS
+) -> tuple[Place, ...]:
     """The workers that the entries stand for now. Raises InputError naming the option, DeadlineError."""
-    return tuple(read_place(text, field) for text in find_peers(entries, field, scheme="http"))
+    found = find_peers(entries, field, scheme="http", timeout_seconds=timeout_seconds)
+    return tuple(read_place(text, field) for text in found)
 
 
 def check_options(options: ProxyOptions) -> ProxyOptions:

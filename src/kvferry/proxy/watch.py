@@ -16,6 +16,8 @@ from kvferry.transport.peers import LOOK_SECONDS
 
 __all__ = ["watch_workers"]
 
+# Of a name server; a proxy that is told to end waits for a look that is under way.
+_PATIENCE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -44,5 +46,5 @@ def _look(options: ProxyOptions) -> ProxyOptions:
     for field in ("prefill", "decode"):
         entries = getattr(options, f"{field}_entries")
         if entries:
-            fields[field] = find_places(entries, field)
+            fields[field] = find_places(entries, field, _PATIENCE_SECONDS)
     return check_options(msgspec.structs.replace(options, **fields))
