@@ -52,6 +52,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("size shape:1x1x8 --tokens 4 --kv-dtype fp8_e4m", "fp8_e4m3?"),
         ("check shape:1x1x8 --link ib-ndr40 --prompt-tokens 4 --ttft 1s --prefill-seconds 1", "ib-ndr400?"),
         ("plan CLUSTER", "ttft?"),
+        ("plan POLICY", "network_cost?"),
+        (
+            "check shape:1x1x8 --link eth100 --prompt-tokens 4 --ttft 1s --profile distserve-opt-13b-a100-tp",
+            "distserve-opt-13b-a100-tp",
+        ),
     ],
 )
 def test_a_word_that_is_nearly_right_is_answered_by_the_right_one(
@@ -59,8 +64,11 @@ def test_a_word_that_is_nearly_right_is_answered_by_the_right_one(
 ) -> None:
     """One line with the nearest verb, option, choice, transport, preset, dtype or key; exit 2."""
     example = Path(__file__).parent.parent / "examples" / "cluster.toml"
-    (tmp_path / "c.toml").write_text(example.read_text("utf-8").replace("\nttft = ", "\ntftt = "), "utf-8")
-    assert run(line.replace("CLUSTER", str(tmp_path / "c.toml")).split()) == 2
+    files = {"CLUSTER": ("\nttft = ", "\ntftt = "), "POLICY": ('"network_cost"', '"network_cots"')}
+    for name, change in files.items():
+        (tmp_path / name).write_text(example.read_text("utf-8").replace(*change), "utf-8")
+        line = line.replace(name, str(tmp_path / name))
+    assert run(line.split()) == 2
     out = capsys.readouterr()
     assert (out.out, out.err.count("\n")) == ("", 1)
     assert f"id you mean {near}" in out.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import itertools
 import re
@@ -14,9 +16,10 @@ from types import ModuleType
 import pytest
 from cyclopts import CycloptsError
 
+import kvferry
 from kvferry.cli import VERBS, app
 from kvferry.engines.vllm.options import Options
-from kvferry.errors import ERROR_KINDS
+from kvferry.errors import ERROR_KINDS, KVFerryError
 from kvferry.plan.cluster_tables import Table
 from kvferry.protocol import messages
 from kvferry.transport.registry import known_schemes
@@ -121,6 +124,25 @@ def test_every_setting_of_the_vllm_connector_and_every_metric_is_in_the_docs() -
     names = set(re.findall(r'"(kvferry_[a-z_]+)["{]', code))
     assert len(names) > 10
     assert not [name for name in names if f"`{name}" not in page]
+
+
+def test_every_python_example_parses_and_names_what_there_is() -> None:
+    """Each import of kvferry in a python box works, and each `kvferry.Name` exists."""
+    boxes = 0
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        for box in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            boxes += 1
+            for node in ast.walk(ast.parse(box, page.name)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvferry"):
+                    try:
+                        module = importlib.import_module(node.module or "")
+                    except KVFerryError as error:  # an engine that is not installed here
+                        assert "pip install" in str(error)
+                        continue
+                    assert not [name.name for name in node.names if not hasattr(module, name.name)], page.name
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "kvferry":
+                    assert hasattr(kvferry, node.attr), f"{page.name}: kvferry.{node.attr}"
+    assert boxes > 5
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:

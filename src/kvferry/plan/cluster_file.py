@@ -54,7 +54,19 @@ def _located(data: dict[str, object], error: msgspec.ValidationError, text: str,
         field = reason.split("`")[1]
         key = f"{key}.{field}".lstrip(".")
         reason = f"unknown key{did_you_mean(field, _KEYS)}" if "unknown" in reason else "missing key"
+    elif reason.startswith("Invalid enum value"):
+        word = reason.partition("'")[2].rstrip("'")
+        reason = f"{word!r} is no value that is known{did_you_mean(word, _words())}"
     return f"{toml_place(source, text, key)}: {reason}"
+
+
+def _words() -> list[str]:
+    """Every word that is the value of some key."""
+    told = msgspec.inspect.multi_type_info(Table.__subclasses__())
+    fields = [field.type for table in told for field in getattr(table, "fields", ())]
+    kinds = [kind for field in fields for kind in getattr(field, "types", (field,))]
+    kinds = [getattr(kind, "item_type", kind) for kind in kinds]
+    return [word for kind in kinds for word in getattr(kind, "values", ())]
 
 
 def _bad_gpu(data: dict[str, object]) -> str:

@@ -6,7 +6,7 @@ your own measurements.
 
 from __future__ import annotations
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, did_you_mean
 from kvferry.plan.compute import ComputeProfile, DecodeLaw, MeasuredRange, PrefillLaw, PrefillTable
 
 __all__ = ["PUBLIC_PROFILES", "public_profile"]
@@ -152,5 +152,6 @@ def public_profile(name: str) -> ComputeProfile:
     if profile is None:
         raise InputError(
             f"profile: {name!r} is no file and no published profile: {', '.join(PUBLIC_PROFILES)}"
+            f"{did_you_mean(name, PUBLIC_PROFILES)}"
         )
     return profile
