@@ -19,7 +19,7 @@ from cyclopts import CycloptsError
 import kvferry
 from kvferry.cli import VERBS, app
 from kvferry.engines.vllm.options import Options
-from kvferry.errors import ERROR_KINDS, KVFerryError
+from kvferry.errors import ERROR_KINDS, LocalError
 from kvferry.plan.cluster_tables import Table
 from kvferry.protocol import messages
 from kvferry.transport.registry import known_schemes
@@ -136,9 +136,8 @@ def test_every_python_example_parses_and_names_what_there_is() -> None:
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvferry"):
                     try:
                         module = importlib.import_module(node.module or "")
-                    except KVFerryError as error:  # an engine that is not installed here
-                        assert "pip install" in str(error)
-                        continue
+                    except LocalError:
+                        continue  # an engine that is not installed here
                     assert not [name.name for name in node.names if not hasattr(module, name.name)], page.name
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "kvferry":
                     assert hasattr(kvferry, node.attr), f"{page.name}: kvferry.{node.attr}"
