@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def page_options(listen: str, token_file: Path | None, identity: Identity | None
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.answers = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answers.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # they are the command's
@@ -70,9 +79,14 @@ async def serving_page(page: LivePage, options: PageOptions) -> AsyncIterator[st
     with bound_socket(options.listen, field="web", scheme=scheme) as (sock, url):
         server = _Server(config)
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        answers = asyncio.ensure_future(server.answers.wait())
         try:
+            await asyncio.wait((serving, answers), return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                await serving  # raises why it does not
             yield url
         finally:
+            answers.cancel()
             page.close()
             server.should_exit = True
             await serving
