@@ -20,7 +20,7 @@ LAYERS = [
     {"transport"},
     {"transfer"},
     {"probe"},
-    {"engines"},
+    {"engines", "sse"},
     {"__main__", "demo", "interference", "observe", "proxy", "report", "serve", "testing", "cli", "web"},
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}

@@ -67,7 +67,7 @@ class PlantedServer(httpx.AsyncBaseTransport):
     decode: tuple[float, float, float] = (0.010, 1e-7, 3e-4)
     share: float = 0.4
     chunk: int = 512
-    buffers: bool = False
+    buffers: int = 0  # so many streamed answers come all at once
     streams: bool = True
     burst: int = 1
     cached_share: float = 0.0
@@ -184,13 +184,15 @@ class _Events(httpx.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         waiting = 0
+        collects = self._asked.left > 1 and self._server.buffers > 0
+        self._server.buffers -= collects
         event = b'data: {"choices":[{"text":"x"}]}\n\n'
         while (await self._asked.out.get()) is not None:
             waiting += 1
-            if not self._server.buffers and waiting >= self._server.burst:
+            if not collects and waiting >= self._server.burst:
                 waiting = 0
                 yield event
-        for _ in range(waiting if self._server.buffers else min(waiting, 1)):
+        for _ in range(waiting if collects else min(waiting, 1)):
             yield event
         yield b"data: " + json.dumps({"choices": [], "usage": self._usage}).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"

@@ -14,6 +14,7 @@ import msgspec
 
 from kvferry.errors import CapacityError, DeadlineError, InputError, NoPlanError, TransportError
 from kvferry.interference.options import InterferenceOptions
+from kvferry.sse import event_data
 
 __all__ = ["Budget", "Client", "Reply", "UniquePrompts"]
 
@@ -188,8 +189,8 @@ class Client:
                 ) as answer,
             ):
                 await self._check(answer, len(ids))
-                async for line in answer.aiter_lines():
-                    if not _take(reply, line, loop.time()):
+                async for data in event_data(answer.aiter_bytes()):
+                    if not _take(reply, data, loop.time()):
                         continue
                     if on_token is not None and not on_token(reply):
                         return reply
@@ -228,16 +229,18 @@ class Client:
         return TransportError(f"url: {self._base}: {str(error) or type(error).__name__}")
 
 
-def _take(reply: Reply, line: str, now: float) -> bool:
-    """Whether the line is a token. Raises NoPlanError for an error event."""
-    if not line.startswith("data:") or line[5:].strip() == "[DONE]":
+def _take(reply: Reply, data: bytes, now: float) -> bool:
+    """Whether the event is a token. Raises NoPlanError for one that is an error, or none that is known."""
+    if data.strip() == b"[DONE]":
         return False
     try:
-        event = msgspec.json.decode(line[5:].encode())
-    except msgspec.DecodeError:
+        event = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError):
         event = None
     if not isinstance(event, dict) or "error" in event:
-        raise NoPlanError(f"the server sent an error in its stream: {line[5:200].strip()}")
+        what = "an error" if isinstance(event, dict) else "an event that is no JSON object"
+        said = data[:200].decode("utf-8", "replace").strip()
+        raise NoPlanError(f"the server sent {what} in its stream: {said}")
     if isinstance(event.get("usage"), dict):
         reply.usage = event["usage"]
     if not event.get("choices"):

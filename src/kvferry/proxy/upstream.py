@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 import msgspec
 
+from kvferry.errors import PeerError
 from kvferry.proxy.options import ProxyOptions
 from kvferry.proxy.workers import Worker
+from kvferry.sse import event_data
 
 __all__ = ["RefusedError", "Upstream", "WorkerFailedError"]
 
@@ -220,16 +222,15 @@ class Upstream:
                 reason = f"said nothing for {limit_seconds:.3g} s"
                 raise WorkerFailedError(worker, reason, status=504) from error
             raise WorkerFailedError(worker, f"the connection broke: {error!r}") from error
+        except PeerError as error:
+            raise WorkerFailedError(worker, error.message) from error
 
     async def _events(self, worker: Worker, answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         with self._named(worker, self._options.silence_seconds):
-            async for line in answer.aiter_lines():
-                if not line.startswith("data:"):
-                    continue  # a comment, another field, the end of an event
-                data = line[5:].strip()
-                if data == "[DONE]":
+            async for data in event_data(answer.aiter_bytes()):
+                if data.strip() == b"[DONE]":
                     return
-                yield _event(worker, data.encode())
+                yield _event(worker, data)
         if self.is_ending:
             raise EndingError(worker)
         raise WorkerFailedError(worker, "ended its stream in the middle")

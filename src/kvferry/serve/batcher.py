@@ -115,6 +115,7 @@ class Batcher:
                 self._admit()
                 self._prefill()
                 self._decode()
+                time.sleep(0)  # let the HTTP side's thread run, which sends what this step made
             error: KVFerryError = LocalError("the server is ending", next_step="ask another one")
         except Exception as caught:  # noqa: BLE001 - whoever waits has to learn that nothing comes any more
             error = LocalError(f"the engine failed: {caught!r}", next_step="restart the server")
@@ -135,7 +136,7 @@ class Batcher:
             while True:
                 self._commands.get_nowait()()
         except queue.Empty:
-            pass
+            return  # nobody wants anything new
 
     def _admit(self) -> None:
         """Start jobs in order of arrival while the next one fits; those that waited too long fail."""
