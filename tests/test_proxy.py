@@ -221,6 +221,59 @@ def test_another_engine_is_asked_by_the_contract_and_no_more() -> None:
     assert d[1] == [body | {"kv_transfer_params": given}, body, body]
 
 
+def test_decode_goes_on_after_prefills_token_where_prefill_says_how() -> None:
+    """``kvferry_continue``: the ids as decode's prompt, one token less; the usage stays the client's. What
+    prefill or the token's text forbids goes the plain way by name, with the same ticket."""
+    ticket = {"do_remote_prefill": True, "do_remote_decode": False, "kvferry_ticket": "abc"}
+    how = {"kvferry_continue": {"ids": [5, 6, 7, 9], "room_tokens": 90, "default_tokens": 90}}
+    usage = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+
+    def prefilled(text: str, told: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": 0, "text": text, "finish_reason": "length"}
+        return {"choices": [choice], "usage": {"prompt_tokens": 3}, "kv_transfer_params": ticket | told}
+
+    answers = [prefilled("A", how), prefilled("\ufffd", how), prefilled("A", {"kvferry_plain": "seed"})]
+    rest = {"choices": [{"index": 0, "text": "Bc", "finish_reason": "length"}], "usage": usage}
+    body = {"prompt": "abc", "max_tokens": 3, "temperature": 0}
+    with (
+        stub([*answers, answers[0]]) as p,
+        stub([rest] * 3 + [rest | {"usage": None}, rest]) as d,
+        proxy("--prefill", p[0], "--decode", d[0], "--retries", "0") as front,
+    ):
+        said = [front.post(body) for _ in range(4)]
+    assert [text_of(answer.json()) for answer in said] == ["ABc", "Bc", "Bc", "Bc"]
+    assert said[0].json()["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert [answer.headers["x-kvferry-first-token"] for answer in said[:3]] == [
+        "prefill",
+        "decode; prefill's token is no whole text",
+        "decode; seed",
+    ]
+    # Decode that does not say how long its prompt was is not believed: it is asked again, from the prompt on.
+    assert "read a prompt of None tokens" in said[3].headers["x-kvferry-way"]
+    going_on = body | {"prompt": [5, 6, 7, 9], "max_tokens": 2, "kv_transfer_params": ticket}
+    plain = body | {"kv_transfer_params": ticket}
+    assert d[1] == [going_on, plain, plain, going_on, body]
+
+
+def test_decode_is_asked_to_have_prefill_push() -> None:
+    """One request to decode, with the URL of the worker that is to push; prefill is asked nothing."""
+    whole = {"choices": [{"index": 0, "text": "Bcd", "finish_reason": "stop"}], "id": "x"}
+    body = {"prompt": "abc", "max_tokens": 7}
+    with (
+        stub([]) as p,
+        stub([whole]) as d,
+        proxy("--prefill", f"p={p[0]}", "--decode", d[0], "--mode", "push-by-decode") as front,
+    ):
+        said = front.post(body)
+    assert text_of(said.json()) == "Bcd"
+    assert said.headers["x-kvferry-way"] == "decode asks prefill to push"
+    assert said.headers["x-kvferry-prefill"] == "p"
+    assert said.headers["x-kvferry-first-token"] == "decode; push-by-decode"
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "kvferry_prefill_url": p[0]}
+    assert d[1] == [body | {"kv_transfer_params": params}]
+    assert p[1] == []
+
+
 @pytest.mark.slow
 def test_an_answer_that_is_not_streamed_may_be_silent_for_longer() -> None:
     """--silence-seconds is for streams; past --answer-seconds nobody is blamed and nothing asked again."""

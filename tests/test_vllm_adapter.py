@@ -6,10 +6,12 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from conftest import wait_until
+from kvferry.engines.vllm.first_token import FirstToken
 from kvferry.engines.vllm.identity import files_digest
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.pool_layout import Group, LayerTensor, pool_layout
@@ -270,6 +272,19 @@ def test_another_model_is_refused_by_name(worker: Callable[..., FakeWorker]) -> 
     assert "weights" in str(results.errors[0])
 
 
+def test_another_dtype_is_refused_by_name_and_nothing_is_written(worker: Callable[..., FakeWorker]) -> None:
+    """vLLM's pool has no room to convert in. At decode's claim, and at the start where peers are named."""
+    prefill, decode = worker(listen=("shm://test-vllm-dtype",)), worker(dtype="float16")
+    ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
+    decode.step(Step(loads=[Load("r", (ticket,), pack_ids(IDS), 0, ((9, 8, 7, 6),))]))
+    results = until_loaded(decode, "r")
+    assert results.failed == {"r"}
+    assert "key dtype: float32 against float16, conversion is not allowed" in str(results.errors[0])
+    assert not decode.memory.any()
+    with pytest.raises(IncompatibleError, match="key dtype: float"):
+        worker(dtype="float16", peers=("shm://test-vllm-dtype",))
+
+
 def test_a_peer_that_does_not_fit_is_named_at_the_start(worker: Callable[..., FakeWorker]) -> None:
     """And one that does, or is not there yet, is none of its business."""
     worker(listen=("shm://test-vllm-first",))
@@ -409,6 +424,10 @@ def test_a_ticket_from_outside_is_refused_by_name(text: Any) -> None:
 # Scheduler side.
 
 
+class Neutral(msgspec.Struct):
+    """Sampling parameters of which none is set."""
+
+
 def side(
     ticket: bytes | KVFerryError = b"t", ranks: int = 1, window: int = 0
 ) -> tuple[SchedulerSide, list[str]]:
@@ -420,7 +439,10 @@ def side(
         return (ticket,) * ranks
 
     urls = ("http://p",)
-    return SchedulerSide(fetch, log.append, ranks=ranks, window=window, prefill_urls=urls), log
+    first = FirstToken(128, None, "")
+    return SchedulerSide(
+        fetch, log.append, ranks=ranks, window=window, prefill_urls=urls, first_token=first
+    ), log
 
 
 def test_a_prompt_is_offered_by_the_step_that_ends_it() -> None:
@@ -440,6 +462,29 @@ def test_a_prompt_is_offered_by_the_step_that_ends_it() -> None:
         TICKET_KEY: "dA",
         TOKENS_KEY: 99,
     }
+
+
+def test_how_to_go_on_after_the_first_token_is_told_where_it_is_asked() -> None:
+    """With the ticket as ever; a first token that ends the request is all of it, and nothing is held."""
+    params = []
+    for asked, status in (
+        ({}, "FINISHED_LENGTH_CAPPED"),
+        ({"kvferry_first_token": "emit"}, "FINISHED_LENGTH_CAPPED"),
+        ({"kvferry_first_token": "emit"}, "FINISHED_STOPPED"),
+    ):
+        scheduler, _ = side()
+        request = FakeRequest("r", IDS, PREFILL | asked, output_token_ids=[7], sampling_params=Neutral())
+        scheduler.added(request)
+        scheduler.end_step(scheduled({"r": [1]}, r=100))
+        hold, answer = scheduler.finished(request.set_status(status))
+        assert hold
+        params.append(answer)
+        assert scheduler.end_step(scheduled({})).withdrawn == ["r"] * (status == "FINISHED_STOPPED")
+    plain, emitted, ended = params
+    assert emitted == plain | {
+        "kvferry_continue": {"ids": [*IDS, 7], "room_tokens": 28, "default_tokens": 28}
+    }
+    assert ended["kvferry_refused"] == "it ended with its first token"
 
 
 def test_a_preempted_prompt_is_withdrawn_and_offered_again() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     extra = {"pull_timeout_seconds": 12, "push_timeout_seconds": 20}
     prefill = Server(model, logs / "prefill", CONNECTOR | {"kv_connector_extra_config": extra}, 0)
     extra |= {"prefill_urls": [prefill.url]}
-    decode = Server(model, logs / "decode", CONNECTOR | {"kv_connector_extra_config": extra}, 1)
+    config = CONNECTOR | {"kv_connector_extra_config": extra}
+    decode = Server(model, logs / "decode", config, 1, block_size=64)  # prefill has 32
     pair = (prefill, decode)
     try:
         for server in pair:
@@ -52,24 +53,41 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 
 @pytest.fixture(scope="module")
-def proxy(servers: tuple[Server, Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a proxy before the two."""
-    address = f"127.0.0.1:{free_port()}"
-    with (tmp_path_factory.mktemp("proxy") / "log").open("w") as log:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "kvferry", "proxy", "--listen", address),
-                *("--prefill", servers[0].url, "--decode", servers[1].url, "--fallback", "fail"),
-            ],
-            stdout=log,
-            stderr=log,
-        )
+def proxies(
+    servers: tuple[Server, Server], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], str]]:
+    """The URL of a proxy before the two, by its mode."""
+    logs = tmp_path_factory.mktemp("proxy")
+    running: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
+
+    def by_mode(mode: str) -> str:
+        if mode not in running:
+            address = f"127.0.0.1:{free_port()}"
+            with (logs / mode).open("w") as log:
+                process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "kvferry", "proxy", "--listen", address, "--mode", mode),
+                        *("--prefill", servers[0].url, "--decode", servers[1].url, "--fallback", "fail"),
+                    ],
+                    stdout=log,
+                    stderr=log,
+                )
+            running[mode] = f"http://{address}", process
+            wait_until(lambda: is_up(running[mode][0]), 60.0)
+        return running[mode][0]
+
     try:
-        wait_until(lambda: is_up(f"http://{address}"), 60.0)
-        yield f"http://{address}"
+        yield by_mode
     finally:
-        process.terminate()
-        process.wait(20)
+        for _, process in running.values():
+            process.terminate()
+            process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def proxy(proxies: Callable[[str], str]) -> str:
+    """The URL of one whose decode pulls."""
+    return proxies("pull")
 
 
 def is_up(url: str) -> bool:
@@ -126,6 +144,117 @@ def test_a_streamed_chat_is_the_same(servers: tuple[Server, Server], proxy: str)
     assert text == alone["choices"][0]["message"]["content"]
 
 
+READABLE = {
+    "allowed_token_ids": list(range(36, 97))
+}  # one letter or digit each, so that texts can be compared
+
+
+def readable(number: int, tokens: int) -> list[int]:
+    """A prompt that does not end within a character, so that the first token is a whole one."""
+    return [*prompt(number, tokens - 1), 70]
+
+
+def said(
+    url: str, body: dict[str, Any], path: str, *, is_streamed: bool, first: str = ""
+) -> tuple[str, str, Any]:
+    """Text, finish reason and usage of an answer, whole or streamed; ``first``: what gave the first token."""
+    if not is_streamed:
+        answer = post(url + path, body)
+        assert "choices" in answer, answer
+        assert not first or answer["headers"]["x-kvferry-first-token"] == first
+        (choice,) = answer["choices"]
+        usage, ended = answer["usage"], choice["finish_reason"]
+        text = choice["message"]["content"] if "chat" in path else choice["text"]
+    else:
+        events = list(stream(url + path, body | {"stream_options": {"include_usage": True}}))
+        choices = [choice for event in events for choice in event["choices"]]
+        text = "".join(
+            (choice["delta"].get("content") or "") if "chat" in path else choice["text"] for choice in choices
+        )
+        usage, ended = events[-1]["usage"], choices[-1]["finish_reason"]
+        assert [event.get("usage") for event in events[:-1]] == [None] * (len(events) - 1)
+    return text, ended, {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0, "max_tokens": 20},
+        {"temperature": 0, "max_tokens": 20, "seed": 5, "repetition_penalty": 1.4, "logit_bias": {"70": 3}},
+        {"temperature": 0, "max_tokens": 20, "min_tokens": 7, "stop_token_ids": list(range(40, 80))},
+        {"temperature": 0, "max_tokens": 2},
+        {"temperature": 0},
+    ],
+    ids=["greedy", "repetition-penalty", "min-tokens-and-stop-ids", "two-tokens", "no-limit"],
+)
+def test_prefills_token_goes_out_at_once_and_decode_goes_on_after_it(
+    servers: tuple[Server, Server], proxy: str, sampling: dict[str, Any]
+) -> None:
+    """Completions and chat, whole and streamed: text, finish and usage are one server's."""
+    common = {"model": "m", "ignore_eos": True, **READABLE, **sampling}
+    chat = [{"role": "user", "content": "The tide goes out, and the ferry waits for it."}]
+    cases = [
+        ("/v1/completions", {"prompt": readable(number, size)}) for number, size in ((400, 33), (401, 900))
+    ]
+    cases += [
+        ("/v1/completions", {"prompt": "Where does the ferry go when the tide is out?"}),
+        ("/v1/chat/completions", {"messages": chat}),
+    ]
+    before = servers[1].metric("vllm:kvferry_handoff_seconds_count")
+    for number, (path, fields) in enumerate(cases):
+        body = common | fields
+        alone = said(servers[1].url, body | {"cache_salt": "alone"}, path, is_streamed=False)
+        for is_streamed in (False, True):
+            salted = body | {
+                "cache_salt": f"{number} {is_streamed} {list(sampling)} {sampling.get('max_tokens')}"
+            }
+            assert said(proxy, salted, path, is_streamed=is_streamed, first="prefill") == alone
+    wait_until(lambda: servers[1].metric("vllm:kvferry_handoff_seconds_count") == before + 2 * len(cases))
+    answer = post(f"{proxy}/v1/completions", common | {"prompt": readable(402, 70)})
+    assert "kv_transfer_params" not in {key for key, value in answer.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"temperature": 0.9, "seed": 42}, "seed"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"stop": ["zq"]}, "stop"),
+        ({"bad_words": ["tide"]}, "bad_words"),
+        ({"truncate_prompt_tokens": 40}, "truncate_prompt_tokens"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"repetition_detection": {"max_pattern_size": 4, "min_count": 3}}, "repetition_detection"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_counts_the_output_goes_the_plain_way_by_name(
+    servers: tuple[Server, Server], proxy: str, change: dict[str, Any], why: str
+) -> None:
+    body = {"model": "m", "prompt": readable(410, 60), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body |= READABLE | change
+    answer = post(f"{proxy}/v1/completions", body | {"cache_salt": f"plain {why}"})
+    assert "choices" in answer, answer
+    assert answer["headers"]["x-kvferry-first-token"] == f"decode; {why}"
+    alone = post(f"{servers[1].url}/v1/completions", body | {"cache_salt": "alone"})
+    assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
+
+
+def test_unseeded_sampling_and_a_first_token_that_ends_it(servers: tuple[Server, Server], proxy: str) -> None:
+    body = {"model": "m", "prompt": readable(420, 60), "max_tokens": 9, "ignore_eos": True, **READABLE}
+    answer = post(f"{proxy}/v1/completions", body | {"temperature": 1.0, "cache_salt": "unseeded"})
+    assert answer["headers"]["x-kvferry-first-token"] == "prefill"
+    assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["text"]) == 9
+    body |= {"temperature": 0, "stop_token_ids": READABLE["allowed_token_ids"]}
+    ended = post(f"{proxy}/v1/completions", body | {"cache_salt": "ended"})
+    assert ended["headers"]["x-kvferry-way"] == "ended with its first token"
+    alone = post(f"{servers[1].url}/v1/completions", body | {"cache_salt": "alone"})
+    assert ended["choices"][0]["text"] == alone["choices"][0]["text"]
+    long = post(f"{proxy}/v1/completions", body | {"max_tokens": 1000})
+    assert long["status"] == 400  # decode's own answer, before a token was out
+
+
 def test_64_requests_at_once_all_have_their_own_answer(servers: tuple[Server, Server], proxy: str) -> None:
     prompts = [prompt(number, 40 + 7 * number) for number in range(64)]
     with ThreadPoolExecutor(64) as pool:
@@ -166,6 +295,26 @@ def test_a_push_gives_the_same_tokens(servers: tuple[Server, Server], sampling: 
     assert [ids(answer) for answer in answers] == [ids(answer) for answer in alone]
     for server in servers:
         wait_until(lambda server=server: server.metric("vllm:kv_cache_usage_perc") == 0, 30.0)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_a_push_through_the_proxy_gives_the_same_text(
+    servers: tuple[Server, Server], proxies: Callable[[str], str], is_streamed: bool
+) -> None:
+    """The proxy asks decode, which has prefill push; the block sizes are 32 and 64."""
+    front = proxies("push-by-decode")
+    before = servers[1].metric("vllm:kvferry_handoff_seconds_count")
+    sizes = (2, 33, 100, 900)
+    for number, tokens in enumerate(sizes, 500):
+        body = {"model": "m", "prompt": prompt(number, tokens), "max_tokens": 24, "temperature": 0}
+        body |= READABLE | {"ignore_eos": True}
+        alone = said(servers[1].url, body | {"cache_salt": "alone"}, "/v1/completions", is_streamed=False)
+        body["cache_salt"] = f"push{is_streamed}"
+        assert said(front, body, "/v1/completions", is_streamed=is_streamed) == alone
+    wait_until(lambda: servers[1].metric("vllm:kvferry_handoff_seconds_count") == before + len(sizes))
+    answer = post(f"{front}/v1/completions", body_of(prompt(510, 40), cache_salt="push"))
+    assert answer["headers"]["x-kvferry-way"] == "decode asks prefill to push"
+    assert ids(answer) == ids(servers[1].complete(prompt(510, 40), cache_salt="alone"))
 
 
 def test_only_allowed_servers_are_asked_to_push(servers: tuple[Server, Server]) -> None:

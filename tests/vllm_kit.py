@@ -18,7 +18,7 @@ from kvferry.engines.vllm.pool_layout import Group, LayerTensor, pool_layout
 from kvferry.engines.vllm.results import Results
 from kvferry.engines.vllm.step import PushSave, Step, tickets_from
 from kvferry.engines.vllm.worker import WorkerSide
-from kvferry.layout import PoolLayout
+from kvferry.layout import ITEMSIZE, PoolLayout
 from kvferry.state import pack_ids
 from kvferry.transfer import Pool
 
@@ -38,6 +38,8 @@ class FakeRequest:
     lora_request: Any = None
     mm_features: tuple[Any, ...] = ()
     prompt_embeds: Any = None
+    output_token_ids: list[int] = field(default_factory=list)
+    sampling_params: Any = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -63,18 +65,19 @@ class FakeWorker:
         num_blocks: int = 16,
         rank: int = 0,
         weights: str = "ab" * 32,
+        dtype: str = "float32",
         **options: Any,
     ) -> None:
         self.log: list[str] = []
         self.ended = Results()
         self.block_size, self.num_blocks = block_size, num_blocks
-        layout = packed_layout(block_size, num_blocks, rank)
+        layout = packed_layout(block_size, num_blocks, rank, dtype)
         self.memory = np.zeros(layout.nbytes, np.uint8)
         identity = fingerprint(
             build="fake",
             weights=weights,
             config={"layers": LAYERS},
-            cache={},
+            cache={"dtype": dtype},
             tokenizer="cd" * 32,
             vocab_size=512,
             max_context=4096,
@@ -131,15 +134,15 @@ class FakeWorker:
         return results
 
 
-def packed_layout(block_size: int, num_blocks: int, rank: int = 0) -> PoolLayout:
+def packed_layout(block_size: int, num_blocks: int, rank: int = 0, dtype: str = "float32") -> PoolLayout:
     """Where things lie in a ``FakeWorker``'s pool."""
-    head = 2 * block_size * DIM * 4
+    head = 2 * block_size * DIM * ITEMSIZE[dtype]
     region = num_blocks * HEADS * head
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
     return pool_layout(
         [Group(tuple(names), block_size, HEADS, DIM)],
         {name: LayerTensor(at * region, HEADS * head, head) for at, name in enumerate(names)},
-        dtype="float32",
+        dtype=dtype,
         num_blocks=num_blocks,
         nbytes=LAYERS * region,
         first_head=rank * HEADS,

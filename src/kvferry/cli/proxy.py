@@ -30,8 +30,8 @@ class ProxyFlags:
     "The same of each decode worker."
     listen: str = "127.0.0.1:8080"
     "HOST:PORT; port 0 takes a free one."
-    mode: Literal["pull", "push"] = "pull"
-    "pull: prefill answers with a ticket; push: decode reserves, prefill pushes while it computes."
+    mode: Literal["pull", "push", "push-by-decode"] = "pull"
+    "pull: prefill answers with a ticket; push: decode reserves; push-by-decode: and asks prefill (vLLM)."
     first_token: Literal["prefill", "decode"] = "prefill"  # noqa: S105 - a token of text
     "prefill: give its token out at once, where that is exact; decode: never."
     links: str | None = None

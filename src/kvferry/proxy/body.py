@@ -12,9 +12,10 @@ import msgspec
 from kvferry.errors import InputError
 from kvferry.serve.limit import asked_tokens
 
-__all__ = ["Body", "read_body"]
+__all__ = ["DEFAULT_COMPLETION_TOKENS", "Body", "read_body"]
 
-_DEFAULT_COMPLETION_TOKENS = 16
+DEFAULT_COMPLETION_TOKENS = 16
+"""Of /v1/completions, where no limit is given; a chat may fill the room that there is."""
 
 
 class Body(msgspec.Struct, frozen=True):
@@ -77,7 +78,10 @@ class Body(msgspec.Struct, frozen=True):
 
     def why_plain(self) -> str | None:
         """Why prefill's token cannot be given to the client as it is, or None."""
-        for field in ("logprobs", "top_logprobs", "tools", "return_token_ids", "return_tokens_as_token_ids"):
+        for field in (
+            *("logprobs", "top_logprobs", "tools", "return_token_ids", "return_tokens_as_token_ids"),
+            *("return_token_offsets", "return_prompt_text"),
+        ):
             if self.fields.get(field) not in (None, False, []):
                 return field
         return None

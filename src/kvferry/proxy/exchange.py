@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from kvferry.proxy.answers import Answer, Events, failure
 from kvferry.proxy.body import Body
+from kvferry.proxy.follow import CONTINUE_KEY, PLAIN_KEY, Follow, MisreadError, read_follow
 from kvferry.proxy.rewrite import DivergedError, Writer, finish_of, joined
 from kvferry.proxy.state import ProxyState
 from kvferry.proxy.upstream import RefusedError, WorkerFailedError
@@ -19,14 +20,29 @@ from kvferry.proxy.workers import Pair, Worker
 
 __all__ = ["Exchange"]
 
+_PUSH_URL_KEY = "kvferry_prefill_url"
+
 
 class _Given(msgspec.Struct):
-    """What prefill answered. ``params`` None: there is nothing to hand over, for ``reason``."""
+    """What prefill answered. ``params`` None: there is nothing to hand over, for ``reason``.
+
+    ``is_emitted``: its token goes out at once; ``follow``: how decode is to be asked to go on after it, None
+    where the ticket says it.
+    """
 
     answer: dict[str, Any]
     params: dict[str, Any] | None
     reason: str
     is_emitted: bool
+    follow: Follow | None = None
+
+
+@contextlib.contextmanager
+def _misread(worker: Worker) -> Iterator[None]:
+    try:
+        yield
+    except MisreadError as error:
+        raise WorkerFailedError(worker, str(error)) from error
 
 
 class Exchange:
@@ -74,6 +90,8 @@ class Exchange:
         return await self._alone(f"no handoff came about: {last}", without=tried)
 
     async def _over(self, pair: Pair) -> Answer | Events:
+        if self._options.mode == "push-by-decode":
+            return await self._by_decode(pair)
         # Decode judges the body first: its 400 comes before a token is out, and before anything is held.
         # Not beside the prefill: an answer of prefill that nobody reads would hold blocks for its lease.
         judged = self._body.for_decode(None)
@@ -93,6 +111,22 @@ class Exchange:
             self._release(given.params)
             raise
 
+    async def _by_decode(self, pair: Pair) -> Answer | Events:
+        """One request to decode, which has this prefill worker push.
+
+        What fails is laid to prefill, unless decode itself is not reached: its answer does not say.
+        """
+        params = {"do_remote_prefill": True, "do_remote_decode": False, _PUSH_URL_KEY: pair.prefill.place.url}
+        self._note(pair.prefill, pair.decode, "decode asks prefill to push", "decode; push-by-decode")
+        given = _Given({}, params, "", is_emitted=False)
+        try:
+            # Prefill counts as busy until decode answers, or begins to: nobody tells when it was done.
+            with pair.prefill.busy(self._tokens):
+                return await self._decode(pair, given, params)
+        except WorkerFailedError as error:
+            error.is_peers_fault |= error.__cause__ is None and error.status != 503
+            raise
+
     def _release(self, params: dict[str, Any]) -> None:
         """Decode did not take what prefill offers: it need not be held until its lease ends."""
         if self._giver is not None and self._options.mode == "pull":
@@ -100,20 +134,29 @@ class Exchange:
 
     async def _decode(self, pair: Pair, given: _Given, params: dict[str, Any]) -> Answer | Events:
         if not self._body.stream:
-            fields = self._body.for_decode(params)
+            fields = self._for_decode(params, given.follow)
             with pair.decode.busy(self._tokens):
                 then = await self._whole_of(pair.decode, fields)
+            if given.follow is not None:
+                with _misread(pair.decode):
+                    then = given.follow.whole(then)
             self._state.count("handoffs")
             return Answer(joined(given.answer, then) if given.is_emitted else then, self._said)
         writer = Writer(is_chat=self._body.is_chat)
         if given.is_emitted:
             # The token goes out now; decode is asked while the client reads it.
             first = writer.first(given.answer)
-            return Events(self._stream(writer, pair.decode, params, first=first), self._said)
+            return Events(
+                self._stream(writer, pair.decode, params, first=first, follow=given.follow), self._said
+            )
         stack = contextlib.AsyncExitStack()
         events = await self._open(stack, pair.decode, self._body.for_decode(params))
         opened = (events, stack)
         return Events(self._stream(writer, pair.decode, params, opened=opened), self._said, stack)
+
+    def _for_decode(self, params: dict[str, Any] | None, follow: Follow | None) -> dict[str, Any]:
+        fields = self._body.for_decode(params)
+        return fields if follow is None else follow.body(fields)
 
     async def _prefill(self, pair: Pair) -> _Given:
         params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -139,7 +182,13 @@ class Exchange:
         is_emitted = back.get("kvferry_emitted_tokens") == 1
         if is_emitted and plain is not None:
             raise WorkerFailedError(pair.prefill, "handed over after a token that it was not to emit")
-        reason = plain or "prefill does not hand over after its first token"
+        told, offered = back.pop(PLAIN_KEY, None), back.pop(CONTINUE_KEY, None)
+        reason = plain or str(told or "prefill does not hand over after its first token")
+        if plain is None and offered is not None and not is_emitted:
+            how = read_follow(offered, self._body, answer)
+            if isinstance(how, Follow):
+                return _Given(answer, back, "", is_emitted=True, follow=how)
+            reason = how
         return _Given(answer, back, f"decode; {reason}", is_emitted)
 
     async def _alone(self, reason: str, without: list[Worker] | None = None) -> Answer | Events:
@@ -189,6 +238,7 @@ class Exchange:
         params: dict[str, Any] | None,
         *,
         first: dict[str, Any] | None = None,
+        follow: Follow | None = None,
         opened: tuple[AsyncIterator[dict[str, Any]], contextlib.AsyncExitStack] | None = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The client's events. A worker that fails is replaced once, where what follows is certain.
@@ -205,9 +255,11 @@ class Exchange:
             async with stack:
                 try:
                     if events is None:
-                        events = await self._open(stack, worker, self._body.for_decode(params))
+                        events = await self._open(stack, worker, self._for_decode(params, follow))
                     async for event in events:
-                        if (written := writer.next(event)) is not None:
+                        with _misread(worker):
+                            known = event if follow is None else follow.event(event)
+                        if known is not None and (written := writer.next(known)) is not None:
                             yield written
                 except (WorkerFailedError, RefusedError) as error:
                     if params is not None:
@@ -223,7 +275,7 @@ class Exchange:
                 else:
                     self._state.count("streams")
                     return
-            may_restart, params, opened = False, None, None
+            may_restart, params, opened, follow = False, None, None, None
             worker = self._state.workers.alone([worker])
             writer.start_over()
             self._state.count("restarts")

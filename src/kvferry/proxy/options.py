@@ -32,7 +32,8 @@ class ProxyOptions(msgspec.Struct, frozen=True):
         prefill_entries, decode_entries: what they were found by (transport.peers), to look again while the
             proxy runs; empty: they stay as they are.
         listen: ``HOST:PORT``; port 0 takes any free one.
-        mode: ``pull``: prefill answers with a ticket; ``push``: decode reserves first.
+        mode: ``pull``: prefill answers with a ticket; ``push``: decode reserves first; ``push-by-decode``:
+            decode reserves and asks prefill itself.
         first_token: ``prefill``: give prefill's token out at once where that is exact; ``decode``: never.
         links: a link file or preset, for the cost of each pair; needs ``shape``.
         shape, pool: the model and its pools, for the bytes of a prompt.
@@ -53,7 +54,7 @@ class ProxyOptions(msgspec.Struct, frozen=True):
     prefill_entries: tuple[str, ...] = ()
     decode_entries: tuple[str, ...] = ()
     listen: str = "127.0.0.1:8080"
-    mode: Literal["pull", "push"] = "pull"
+    mode: Literal["pull", "push", "push-by-decode"] = "pull"
     first_token: Literal["prefill", "decode"] = "prefill"  # noqa: S105 - a token of text
     links: str | None = None
     shape: ModelShape | None = None

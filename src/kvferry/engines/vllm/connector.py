@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvferry.engines.vllm.describe import describe_model, describe_pool, largest_window
+from kvferry.engines.vllm.first_token import first_token_of
 from kvferry.engines.vllm.identity import requirements
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.pool_layout import LAYOUT_NAME, layer_number
@@ -63,6 +64,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=ranks,
             window=largest_window(kv_cache_config),
             prefill_urls=self._options.prefill_urls,
+            first_token=first_token_of(vllm_config),
         )
 
     # Worker side.

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.engines.vllm.first_token import EMIT_KEY, UNKNOWN, FirstToken
 from kvferry.engines.vllm.step import (
     PUSH_URL_KEY,
     REFUSED_KEY,
@@ -39,11 +40,13 @@ TOKENS_KEY = "kvferry_tokens"
 
 @dataclass
 class _Prefill:
-    """``tickets``: decode's reservation, where it asked for a push."""
+    """``tickets``: decode's reservation, where it asked for a push. ``is_emitted``: the caller would give
+    the first token to its client at once."""
 
     request: Any
     offered: bool = False
     tickets: Tickets = ()
+    is_emitted: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ class SchedulerSide:
         ranks: int = 1,
         window: int = 0,
         prefill_urls: tuple[str, ...] = (),
+        first_token: FirstToken = UNKNOWN,
     ) -> None:
+        self._first_token = first_token
         self._prefill_urls = prefill_urls
         self._ranks = ranks
         self._window = window
@@ -99,8 +104,9 @@ class SchedulerSide:
 
     def _prefill(self, request: Any, params: dict[str, Any]) -> _Prefill:
         _check_request(request)
+        is_emitted = params.get(EMIT_KEY) == "emit"
         if TICKET_KEY not in params:
-            return _Prefill(request)
+            return _Prefill(request, is_emitted=is_emitted)
         tickets = tickets_from(params)
         opened = self._opened(tickets, Mode.PUSH)
         if opened.tokens != request.num_prompt_tokens - 1:
@@ -108,7 +114,7 @@ class SchedulerSide:
                 f"{TICKET_KEY}: decode reserved {opened.tokens} tokens, the prompt has"
                 f" {request.num_prompt_tokens - 1} before its last"
             )
-        return _Prefill(request, tickets=tickets)
+        return _Prefill(request, tickets=tickets, is_emitted=is_emitted)
 
     def _opened(self, tickets: Tickets, mode: Mode) -> Ticket:
         if len(tickets) != self._ranks:
@@ -213,13 +219,17 @@ class SchedulerSide:
         if status not in _HANDED_OVER:
             self._step.withdrawn.append(request_id)
             return True, None
+        if prefill.is_emitted and not prefill.tickets and self._first_token.is_whole(prefill.request):
+            self._step.withdrawn.append(request_id)
+            return True, _nothing_to_fetch("it ended with its first token")
         try:
             tickets = prefill.tickets or self._fetch_tickets(request_id)
         except KVFerryError as error:
             self._log(f"request {request_id} is not handed over: {error}")
             self._step.withdrawn.append(request_id)
             return True, _nothing_to_fetch(str(error))
-        return True, {
+        told = self._first_token.told(prefill.request) if prefill.is_emitted else {}
+        return True, told | {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             TICKET_KEY: ticket_text(tickets),
