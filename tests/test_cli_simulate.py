@@ -205,6 +205,8 @@ def test_plot_draws_the_runs(mooncake: str, tmp_path: Path) -> None:
         (("--rate", "-1"), "rate"),
         (("--requests", "0"), "requests"),
         (("--jobs", "0"), "jobs"),
+        (("--seed", "-1"), "seed"),
+        (("--requests", "1" + "0" * 30), "requests"),
         (("--records", "out.txt"), "records"),
         (("--records", "no/such/out.csv"), "records"),
         (("--rate", "1", "--rate", "2", "--records", "out.csv"), "records"),

@@ -8,7 +8,9 @@ from typing import Annotated
 
 from cyclopts import Parameter, Token
 
-__all__ = ["Flag", "Whole"]
+from kvferry.errors import InputError
+
+__all__ = ["Flag", "Whole", "check_range"]
 
 
 _WHOLE = re.compile(r"[+-]?[0-9](?:_?[0-9]){0,39}")
@@ -26,6 +28,13 @@ def _whole_number(_type: object, tokens: Sequence[Token]) -> int:
 
 Whole = Annotated[int, Parameter(converter=_whole_number)]
 """An integer; 5.7 is an error and not 6."""
+
+
+def check_range(field: str, value: int | None, least: int, most: int) -> None:
+    """Raise InputError naming the option for a number outside; None is one that was not given."""
+    if value is not None and not least <= value <= most:
+        raise InputError(f"{field}: {value} is not from {least:,} to {most:,}")
+
 
 Flag = Parameter(negative="")
 """A switch without a ``--no-`` form."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from kvferry.cli.options import Flag, Whole
+from kvferry.cli.options import Flag, Whole, check_range
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def plan(
 
     if rate is not None and not 0 < rate < float("inf"):
         raise InputError(f"rate: {rate} is not above 0")
-    if requests is not None and requests < 50:
-        raise InputError(f"requests: {requests} is not at least 50")
+    check_range("requests", requests, 50, 10**6)
+    check_range("seed", seed, 0, 2**63)
     opened = open_cluster(cluster, trace, rate)
     table = opened.file.plan
     from kvferry.plan.choose import make_plan

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvferry.cli.options import Whole
+from kvferry.cli.options import Whole, check_range
 from kvferry.errors import InputError
 from kvferry.units import parse_seconds
 
@@ -78,7 +78,7 @@ def simulate(
     from kvferry.cli.simulate_table import print_json, print_tables
     from kvferry.cli.sweep import Scenario, absolute, run_scenarios
 
-    _check(rate, requests, jobs)
+    _check(rate, requests, jobs, seed)
     kills = tuple(parse_kill(text) for text in kill)
     scenarios = [
         Scenario(
@@ -111,13 +111,13 @@ def simulate(
         print_tables(scenarios, results)
 
 
-def _check(rates: tuple[float, ...], requests: int | None, jobs: int) -> None:
+def _check(rates: tuple[float, ...], requests: int | None, jobs: int, seed: int) -> None:
     for rate in rates:
         if not 0 < rate < float("inf"):
             raise InputError(f"rate: {rate} is not above 0")
-    for field, value in (("requests", requests), ("jobs", jobs)):
-        if value is not None and value < 1:
-            raise InputError(f"{field}: {value} is not at least 1")
+    check_range("requests", requests, 1, 10**12)
+    check_range("jobs", jobs, 1, 1024)
+    check_range("seed", seed, 0, 2**63)
 
 
 def parse_kill(text: str) -> Kill:

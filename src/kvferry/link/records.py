@@ -304,6 +304,6 @@ class LinkFit(Line, frozen=True, kw_only=True):
         """
         spans = ((nbytes, self.nbytes, "bytes"), (descriptors, self.descriptors, "descriptors"))
         for value, span, what in spans:
-            if span is not None and value > FAR * span.high:
+            if span is not None and value > FAR * span.high * (1 + _NEAR):
                 return f"{value} {what} are more than {FAR} times the {span.high} that were measured"
         return None

@@ -32,6 +32,10 @@ def parse_cluster(text: str, source: str) -> ClusterFile:
         match = _TOML_LINE.fullmatch(str(error))
         line, reason = (match[2], match[1]) if match else ("1", str(error))
         raise InputError(f"{source}, line {line}: is not TOML: {reason}") from error
+    except (RecursionError, ValueError) as error:
+        # Nested without end, or a number of thousands of digits; the parser does not tell where.
+        reason = str(error).partition(";")[0]
+        raise InputError(f"{source}, line 1 or later: cannot be read: {reason}") from error
     try:
         found = msgspec.convert(data, ClusterFile)
     except msgspec.ValidationError as error:
