@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvferry.errors import InputError
-from kvferry.link import Mode, Spread
+from kvferry.link import Knee, LinkProfile, Mode, Span, Spread
 from kvferry.link.load import load_links
 from kvferry.plan.check import Answer, Binding, Verdict, answer
 from kvferry.plan.compute import PrefillLaw
@@ -496,6 +496,26 @@ def test_a_smaller_dtype_is_proposed() -> None:
 
 # --- Monotony --------------------------------------------------------------------------------------------
 
+
+def measured_up_to(nbytes: int, descriptors: int, knee: Knee | None) -> LinkProfile:
+    """A pair with a spread, measured with such copies at the largest: most prompts are far beyond."""
+    pair = link(2e-3, 1e-6, 5e9, spread=1.3)
+    fit = replace(
+        pair.fits[0].fit,
+        nbytes=Span(low=2**16, high=nbytes),
+        descriptors=Span(low=1, high=descriptors),
+        knee=knee,
+    )
+    return replace(pair, fits=(replace(pair.fits[0], fit=fit),))
+
+
+KNEE = Knee(a_seconds=0.03, o_seconds=0.0, bytes_per_second=2e10, from_nbytes=2**27)
+SMALL = [
+    measured_up_to(2**27, 2**30, None),
+    measured_up_to(2**50, 4096, None),
+    measured_up_to(2**29, 8192, KNEE),
+]
+
 questions = st.builds(
     lambda tokens, cached, groups, rate, target, way: promise(
         prompt_tokens=tokens,
@@ -506,12 +526,12 @@ questions = st.builds(
         prefill=profile(prefill=PrefillLaw(0.005, 1e-5, 1e-10)),
         way=way,
     ),
-    st.integers(1, 50_000),
-    st.integers(0, 50_000),
+    st.one_of(st.integers(1, 50_000), st.integers(1, 5000)),
+    st.one_of(st.integers(0, 50_000), st.just(0)),
     st.sampled_from([1, 8, 80]),
     st.sampled_from([None, 0.5, 2.0]),
-    st.floats(0.02, 3.0),
-    st.sampled_from([Way(link()), Way(load_links("eth25").select())]),
+    st.one_of(st.floats(0.02, 3.0), st.floats(0.02, 0.3)),
+    st.sampled_from([Way(link()), Way(load_links("eth25").select()), *(Way(small) for small in SMALL)]),
 )
 costs = st.tuples(st.floats(0, 0.1), st.floats(0, 1e-5), st.floats(1e8, 1e12))
 
@@ -532,10 +552,14 @@ def test_a_faster_link_is_never_worse(
 
 
 @settings(deadline=None)
-@given(questions, st.integers(0, 50_000))
-def test_more_hits_are_never_worse(question: Promise, more: int) -> None:
-    """More cached tokens never raise the TTFT or worsen the verdict."""
-    cached = min(question.cached_tokens + more, question.prompt_tokens)
+@given(questions, st.one_of(st.integers(0, 50_000), st.integers(0, 3000)))
+@example(
+    promise(prompt_tokens=2000, prefill=GivenPrefill(0.01, 2000, 0), target_seconds=0.1, way=Way(SMALL[0])),
+    1500,
+)
+def test_more_hits_are_never_worse(question: Promise, left: int) -> None:
+    """More cached tokens never raise the TTFT or worsen the verdict, nor what is left after far too much."""
+    cached = max(question.cached_tokens, question.prompt_tokens - left)
     before, after = answer(question), turned(question, cached_tokens=cached)
     assert before.ttft_seconds is not None
     assert after.ttft_seconds is not None

@@ -150,7 +150,9 @@ def _mark(seconds: float, longest: float) -> str:
 def _verdict_line(found: Answer) -> str:
     if found.unknown and found.verdict is Verdict.DOES_NOT_HOLD:
         over = found.split.without_link - found.target_seconds
-        return f"{found.verdict}: {_time(over)} too long without any link; binding: {found.binding}"
+        if over > 0:
+            return f"{found.verdict}: {_time(over)} too long without any link; binding: {found.binding}"
+        return f"{found.verdict}: too long already as far as was measured; binding: {found.binding}"
     if found.slack_seconds is None:
         return f"{found.verdict}; binding: {found.binding}"
     spare = found.slack_seconds

@@ -193,8 +193,12 @@ class LinkFit(Line, frozen=True, kw_only=True):
         )
 
     def start_of(self, nbytes: int, descriptors: int) -> float:
-        """The part of :meth:`at_least` that is the start: round trips, while others may use the link."""
-        return min(self.regime(nbytes).a_seconds or 0.0, self.at_least(nbytes, descriptors))
+        """The part of :meth:`at_least` that is the start: round trips, while others may use the link.
+
+        Of two regimes the lesser start, so that what is left of the time never falls when a copy grows.
+        """
+        starts = [line.a_seconds or 0.0 for line in (self, self.knee) if line is not None]
+        return min(*starts, self.at_least(nbytes, descriptors))
 
     def predict(self, nbytes: int, descriptors: int) -> float:
         """Seconds of a typical copy.
@@ -307,3 +311,11 @@ class LinkFit(Line, frozen=True, kw_only=True):
             if span is not None and value > FAR * span.high * (1 + _NEAR):
                 return f"{value} {what} are more than {FAR} times the {span.high} that were measured"
         return None
+
+    def within_reach(self, nbytes: int, descriptors: int) -> tuple[int, int]:
+        """The copy, cut to the largest that is not :meth:`too_far`: the whole one takes no less time."""
+        reach = [
+            value if span is None else min(value, int(FAR * span.high * (1 + _NEAR)))
+            for value, span in ((nbytes, self.nbytes), (descriptors, self.descriptors))
+        ]
+        return reach[0], reach[1]

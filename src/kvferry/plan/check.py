@@ -126,14 +126,15 @@ def answer(promise: Promise) -> Answer:
         first_decode_step_seconds=step if from_decode else 0.0,
     )
     unknown = _unknown(promise, prefill, transfer)
+    verdict = _verdict(promise, split, _known(promise, split, transfer), unknown)
     ttft = None if prefill is None else split.total
     return Answer(
-        verdict=_verdict(promise, split, unknown),
+        verdict=verdict,
         ttft_seconds=ttft,
         target_seconds=promise.target_seconds,
         slack_seconds=None if ttft is None else promise.target_seconds - ttft,
         split=split,
-        binding=_binding(promise, split, transfer, unknown),
+        binding=_binding(promise, split, transfer, () if verdict is Verdict.DOES_NOT_HOLD else unknown),
         payload=payload,
         transfer=transfer,
         gap_seconds=None if from_decode else link_queue + exposed + step,
@@ -152,10 +153,20 @@ def _unknown(promise: Promise, prefill: float | None, transfer: LinkTime) -> tup
     return tuple(reasons)
 
 
-def _verdict(promise: Promise, split: Split, unknown: tuple[str, ...]) -> Verdict:
-    if (
-        split.without_link > promise.target_seconds
-    ):  # a prefill that is unknown counts 0: more would be no better
+def _known(promise: Promise, split: Split, transfer: LinkTime) -> float:
+    """Seconds that the TTFT has at least, as far as was measured; an unknown prefill counts 0.
+
+    A handoff too far beyond what was measured takes no less than the largest that is not.
+    """
+    prefill = promise.prefill_seconds()
+    if prefill is None or not transfer.known_seconds or promise.first_token is not FirstToken.DECODE:
+        return split.without_link
+    exposed = exposed_seconds(transfer.known_seconds, prefill, promise.groups, promise.sync_seconds)
+    return split.without_link + _link_queue(promise, within_reach=True) + exposed
+
+
+def _verdict(promise: Promise, split: Split, known: float, unknown: tuple[str, ...]) -> Verdict:
+    if known > promise.target_seconds:
         return Verdict.DOES_NOT_HOLD
     if unknown:
         return Verdict.UNKNOWN
@@ -174,7 +185,7 @@ def _prefill_queue(promise: Promise) -> float:
     return _wait(promise, rate, lambda length: promise.prefill_seconds(length) or 0.0)
 
 
-def _link_queue(promise: Promise) -> float:
+def _link_queue(promise: Promise, *, within_reach: bool = False) -> float:
     rate = promise.requests_per_second
     if not rate:
         return 0.0
@@ -184,22 +195,28 @@ def _link_queue(promise: Promise) -> float:
         normals = np.random.default_rng(_SEED).standard_normal(len(which))
         times = np.empty(len(which))
         for at, length in enumerate(lengths):
-            times[which == at] = _handoff(promise, int(length)).times(normals[which == at])
+            service = _handoff(promise, int(length), within_reach=within_reach)
+            times[which == at] = service.times(normals[which == at])
         return _walked(promise, rate, times)
-    return link_service(promise).wait_quantile_seconds(rate, promise.way.quantile)
+    service = link_service(promise, within_reach=within_reach)
+    return service.wait_quantile_seconds(rate, promise.way.quantile)
 
 
-def link_service(promise: Promise) -> Service:
-    """How long the link is busy with one handoff of the workload, by its first two moments."""
+def link_service(promise: Promise, *, within_reach: bool = False) -> Service:
+    """How long the link is busy with one handoff of the workload, by its first two moments.
+
+    ``within_reach``: of handoffs cut to what was measured.
+    """
     if promise.prompt_lengths is None:
-        return _handoff(promise, promise.prompt_tokens)
+        return _handoff(promise, promise.prompt_tokens, within_reach=within_reach)
     lengths, counts = np.unique(promise.prompt_lengths, return_counts=True)
-    return Service.mixture([_handoff(promise, int(length)) for length in lengths], counts.tolist())
+    parts = [_handoff(promise, int(length), within_reach=within_reach) for length in lengths]
+    return Service.mixture(parts, counts.tolist())
 
 
-def _handoff(promise: Promise, length: int) -> Service:
+def _handoff(promise: Promise, length: int, *, within_reach: bool = False) -> Service:
     payload = _payloads(promise.shape, promise.pool).at(length, min(promise.cached_tokens, length))
-    return handoff_service(promise.way, payload.nbytes, payload.descriptors)
+    return handoff_service(promise.way, payload.nbytes, payload.descriptors, within_reach=within_reach)
 
 
 def has_arrivals(promise: Promise) -> bool:

@@ -65,6 +65,7 @@ class LinkTime(msgspec.Struct, frozen=True):
         start_seconds, descriptor_seconds, byte_seconds: the terms of the fit.
         spread_seconds: what the quantile adds to them.
         unknown: why this is no measured answer, or None.
+        known_seconds: what it takes at least, as far as was measured; 0 where nothing was.
         beyond: how the payload lies outside of what was measured.
     """
 
@@ -74,6 +75,7 @@ class LinkTime(msgspec.Struct, frozen=True):
     byte_seconds: float
     spread_seconds: float
     unknown: str | None
+    known_seconds: float = 0.0
     beyond: tuple[str, ...] = ()
 
 
@@ -99,10 +101,11 @@ def _time(fit: LinkFit, way: Way, nbytes: int, descriptors: int, unknown: str | 
     start = fit.a_seconds or 0.0
     descriptor = (fit.o_seconds or 0.0) * pieces
     unknown = unknown or fit.why_unknown(share, pieces)
-    seconds, far = typical, None
+    seconds, known, far = typical, 0.0, None
     if unknown is None:
         try:
             seconds = fit.predict_quantile(way.quantile, share, pieces)
+            known = fit.predict_quantile(way.quantile, *fit.within_reach(share, pieces))
         except NoPlanError as error:
             unknown = f"{way.link.pair}: {error.message}"
         # The line goes on as an estimate.
@@ -114,15 +117,17 @@ def _time(fit: LinkFit, way: Way, nbytes: int, descriptors: int, unknown: str | 
         byte_seconds=max(0.0, typical - start - descriptor),
         spread_seconds=seconds - typical,
         unknown=unknown or (far and f"{way.link.pair}: {far}; probe it with such a payload"),
+        known_seconds=known,
         beyond=fit.beyond(share, pieces) if unknown is far is None else (),
     )
 
 
-def handoff_service(way: Way, nbytes: int, descriptors: int) -> Service:
+def handoff_service(way: Way, nbytes: int, descriptors: int, *, within_reach: bool = False) -> Service:
     """How long one handoff keeps the link busy, by mean and mean square: what waits for it are made of.
 
     Without its start, which is round trips: see ``kvferry.plan.tier``. Not the quantile: a handoff that
     takes its p95 does so once in twenty times. A link without a measured spread takes its typical time.
+    ``within_reach``: of a handoff cut to what was measured, which keeps the link busy for no longer.
     """
     share, pieces = -(-nbytes // way.links), max(1, -(-descriptors // way.links))
     if share == 0:
@@ -131,6 +136,8 @@ def handoff_service(way: Way, nbytes: int, descriptors: int) -> Service:
         fit = way.fit()
     except NoPlanError:
         fit = way.link.fits[0].fit
+    if within_reach:
+        share, pieces = fit.within_reach(share, pieces)
     mean, square = fit.mean_and_square(share, pieces)
     typical = fit.at_least(share, pieces)
     busy = 1 - fit.start_of(share, pieces) / typical if typical else 0.0
