@@ -9,9 +9,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,11 +144,18 @@ def test_agents_that_do_not_come_up_in_time_are_ended(cluster: Any) -> None:
     wait_until(none_left, 60)
 
 
-def test_no_cluster_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody listens there: exit 1, at once."""
+def test_what_is_no_cluster_is_one_line_within_a_deadline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that takes connections and says nothing: Ray alone would try for minutes. Exit 1."""
     pytest.importorskip("ray", reason="needs Ray: make test-ray")
-    assert run(["probe", "--ray", "127.0.0.1:1"]) == 1
+    monkeypatch.setattr("kvferry.probe.on_ray._REACH_SECONDS", 4.0)
+    with socket.create_server(("0.0.0.0", 0)) as silent:  # noqa: S104 - Ray asks by this host's own address
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        started = time.monotonic()
+        assert run(["probe", "--ray", address]) == 1
+        assert time.monotonic() - started < 40
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-    assert "cannot reach 127.0.0.1:1" in err
+    assert f"no cluster answers at {address}: nothing within 4 s" in err

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import os
 import signal
-import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,7 +30,8 @@ __all__ = ["START_SECONDS", "RayAgents", "ray_agents"]
 
 #: A worker process of Ray imports kvferry and makes a certificate's files: a second or two where it is quiet.
 START_SECONDS = 60.0
-_REACH_SECONDS = 5.0
+# Of `ray status`: a second or two where it is quiet.
+_REACH_SECONDS = 20.0
 _ME = "kvferry-probe"
 
 
@@ -119,18 +121,11 @@ def _ended_in_order() -> Iterator[None]:
 def _connect(ray: Any, address: str) -> None:
     if "://" in address:
         raise InputError(f"ray: {address!r}: give HOST:PORT of the cluster (or auto), on one of its nodes")
-    if address not in ("auto", "local"):
+    if address != "auto":
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise InputError(f"ray: {address!r} does not read HOST:PORT")
-        try:
-            # Ray itself would try for minutes.
-            socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
-        except (OSError, OverflowError) as error:
-            raise TransportError(
-                f"ray: cannot reach {address}: {getattr(error, 'strerror', None) or error}",
-                next_step="see `ray status`; HOST:PORT is what `ray start --address` of the workers has",
-            ) from error
+    _check_answers(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -138,6 +133,27 @@ def _connect(ray: Any, address: str) -> None:
             f"ray: cannot join the cluster at {address}: {_cause(error)}",
             next_step="run this on a node of the cluster, with the Ray and Python that its nodes have",
         ) from error
+
+
+def _check_answers(address: str) -> None:
+    """Raise TransportError where no cluster answers in time.
+
+    By a process of its own: inside this one Ray tries for minutes, and hears no deadline and no Ctrl-C.
+    """
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
+    command += [] if address == "auto" else ["--address", address]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_REACH_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        why = f"nothing within {_REACH_SECONDS:g} s"
+    else:
+        if done.returncode == 0:
+            return
+        why = _cause(done.stderr or done.stdout)
+    raise TransportError(
+        f"ray: no cluster answers at {address}: {why}",
+        next_step="see `ray status`; HOST:PORT is what `ray start --address` of the workers has",
+    ) from None
 
 
 @contextlib.contextmanager
@@ -253,7 +269,7 @@ def _path_of(descriptor: int) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def _cause(error: BaseException) -> str:
+def _cause(error: BaseException | str) -> str:
     """The last line of Ray's texts is the cause; what comes before it is a traceback of the other process."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:300]
+    return (lines[-1] if lines else "no reason is given")[:300]
