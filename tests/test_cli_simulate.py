@@ -233,6 +233,7 @@ def test_a_bad_row_late_in_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "line 201: the time goes back" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_network_cost_beats_round_robin_and_cache_on_mooncake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,8 +203,8 @@ def test_a_stated_rate_takes_the_fewest_gpus() -> None:
 
 
 def test_more_requests_never_take_fewer_gpus() -> None:
-    """Rates from 1 to 30: the GPUs of the choice rise, by whole instances of a profile."""
-    found = [planned(rate=rate).chosen for rate in (1.0, 8.0, 30.0)]
+    """Rates from 2 to 30: the GPUs of the choice rise, by whole instances of a profile."""
+    found = [planned(rate=rate).chosen for rate in (2.0, 10.0, 30.0)]
     gpus = [row.gpus_needed for row in found if row is not None and row.gpus_needed is not None]
     assert len(gpus) == len(found)
     assert gpus == sorted(gpus)

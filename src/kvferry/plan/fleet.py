@@ -16,7 +16,7 @@ __all__ = ["TIERS", "EngineRules", "Fleet", "Instance", "Role", "Spot", "Wires"]
 
 TIERS = ("domain", "rack", "pod", "cluster")
 """How near two instances are: the first of these that they share."""
-_MAX_LOADS = 1 << 18
+_MAX_LOADS = 1 << 14
 
 
 class Role(StrEnum):
