@@ -89,7 +89,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "o_lora_rank": 16,
             "index_n_heads": 2,
             "index_head_dim": 16,
-            "index_topk": 2,
+            "index_topk": 16,
             "hc_mult": 2,
             "num_nextn_predict_layers": 0,
         },
