@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cli.sweep import Scenario
+from kvferry.link import FAR
 from kvferry.plan.sim_metrics import Percentiles
 from kvferry.plan.sim_result import Result
 from kvferry.units import format_bytes, format_seconds
@@ -32,8 +33,18 @@ def print_json(scenarios: Sequence[Scenario], results: Sequence[Result]) -> None
 
 def print_tables(scenarios: Sequence[Scenario], results: Sequence[Result]) -> None:
     """Counts, percentiles, attainment and utilisation, side by side; unmeasured links are said on stderr."""
+    far = sum(result.handoffs_too_far for result in results)
+    if far:
+        of = sum(result.handoffs for result in results)
+        said = f"{far:,} of {of:,} handoffs have more than {FAR} times the bytes or pieces that were measured"
+        print(f"kvferry: {said} on their link; probe it with such a payload", file=sys.stderr)
     if not all(result.is_measured for result in results):
-        print("kvferry: a link that was used is unmeasured: these times are estimates", file=sys.stderr)
+        why = (
+            "a link that was used is unmeasured"
+            if not far
+            else "that is more than 1 %, or a link is unmeasured"
+        )
+        print(f"kvferry: {why}: these times are estimates", file=sys.stderr)
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS + _PIPE_COLUMNS_PER_RUN * len(results)
     console = Console(width=width, highlight=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
