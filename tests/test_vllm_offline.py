@@ -246,3 +246,33 @@ def test_layers_with_windows_are_handed_over(
     finally:
         for engine in pair:
             engine.close()
+
+
+def test_ranks_of_tensor_parallelism_take_from_their_peers(
+    engines: dict[str, Engine], model: Path, tmp_path: Path
+) -> None:
+    """Two ranks at each side, each a process with half of the heads, in blocks of 32 and 64. A ticket of two
+    ranks is of no use to one, nor the reverse: it is named, and decode computes the prompt itself."""
+    alone = engines["p"].alone(PROMPTS)
+    pair = [Engine(model, tmp_path / f"two{size}", ranks=2, block_size=size) for size in (32, 64)]
+    try:
+        for engine in pair:
+            assert engine.answer() == {"ready": True}
+        src, dst = pair
+        kv = src.prefill(PROMPTS)
+        assert [output["tokens"] for output in dst.decode(PROMPTS, kv)] == alone
+        stats = dst.until(lambda stats: len(stats["nbytes"]) == 2 * len(PROMPTS))
+        assert sorted(stats["nbytes"]) == sorted(
+            [(tokens - 1) * NBYTES_PER_TOKEN // 2 for tokens in LENGTHS] * 2
+        )
+        assert not stats["failed"]
+        for giver, taker, named in (
+            (src, engines["p"], "the ticket is of 2, there are 1 here"),
+            (engines["p"], src, "the ticket is of 1, there are 2 here"),
+        ):
+            outputs = taker.decode(PROMPTS[4:6], giver.prefill(PROMPTS[4:6]))
+            assert [output["tokens"] for output in outputs] == alone[4:6]
+            assert named in taker.log.read_text()
+    finally:
+        for engine in pair:
+            engine.close()

@@ -251,7 +251,7 @@ def test_unseeded_sampling_and_a_first_token_that_ends_it(servers: tuple[Server,
     assert ended["headers"]["x-kvferry-way"] == "ended with its first token"
     alone = post(f"{servers[1].url}/v1/completions", body | {"cache_salt": "alone"})
     assert ended["choices"][0]["text"] == alone["choices"][0]["text"]
-    long = post(f"{proxy}/v1/completions", body | {"max_tokens": 1000})
+    long = post(f"{proxy}/v1/completions", body | {"max_tokens": 1000, "stop_token_ids": []})
     assert long["status"] == 400  # decode's own answer, before a token was out
 
 

@@ -52,12 +52,12 @@ class Corrupting(KVFerryConnector):
         super().register_kv_caches(kv_caches)
         self.test_caches = kv_caches
 
-    def get_kv_connector_stats(self) -> Any:
-        stats = super().get_kv_connector_stats()
-        if stats is not None:
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Called in this process, whichever the ranks run in."""
+        super().update_connector_output(connector_output)
+        if connector_output.kv_connector_stats is not None:
             for key in seen:
-                seen[key] += stats.data[key]
-        return stats
+                seen[key] += connector_output.kv_connector_stats.data[key]
 
 
 seen: dict[str, list[Any]] = {"nbytes": [], "failed": [], "expired": []}
@@ -75,6 +75,7 @@ class Child:
             max_num_seqs=8,
             max_num_batched_tokens=config.pop("batched_tokens", 4096),
             block_size=config.pop("block_size", 32),
+            tensor_parallel_size=config.pop("ranks", 1),
             num_gpu_blocks_override=config.pop("num_blocks", 128),
             disable_log_stats=True,
             kv_transfer_config=KVTransferConfig(

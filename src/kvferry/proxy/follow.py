@@ -95,7 +95,7 @@ def read_follow(offered: Any, body: Body, answer: dict[str, Any]) -> Follow | st
         least = given.room_tokens if body.is_chat else DEFAULT_COMPLETION_TOKENS
         limit = min(given.default_tokens, given.room_tokens, least)
     min_tokens = body.fields.get("min_tokens") or 0
-    if limit > given.room_tokens or not isinstance(min_tokens, int) or min_tokens > limit:
+    if limit > given.room_tokens or min_tokens > limit:
         return "its length is decode's to judge"
     if limit < 2:
         return "one token fits"
@@ -111,6 +111,9 @@ def read_follow(offered: Any, body: Body, answer: dict[str, Any]) -> Follow | st
 def _why_not_asked(body: Body) -> str:
     if body.fields.get("truncate_prompt_tokens") is not None:
         return "truncate_prompt_tokens"
+    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        if type(body.fields.get(name)) not in {int, type(None)}:
+            return f"{name} is no whole number"  # a server may well read "5" or 5.0 as one
     options = body.fields.get("stream_options")
     if options is not None and (not isinstance(options, dict) or not set(options) <= {"include_usage"}):
         return "stream_options besides include_usage"
