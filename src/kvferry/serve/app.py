@@ -12,15 +12,14 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Mount, Route
-from starlette.types import Receive, Scope, Send
 
 from kvferry.engines.reference import Model, ReferenceEngine
 from kvferry.errors import CapacityError, InputError, KVFerryError
 from kvferry.serve.ask import Ask, read_chat, read_completion, read_withdrawal
 from kvferry.serve.batcher import Batcher
-from kvferry.serve.http import DONE, bounded_body, json_response, sse, until_gone
+from kvferry.serve.http import DONE, EventResponse, bounded_body, json_response, sse, until_gone
 from kvferry.serve.job import Event, Failed, Handed, Job, Token
 from kvferry.serve.look import Look
 from kvferry.serve.options import ServeOptions
@@ -185,7 +184,7 @@ class _Exchange:
             assert isinstance(first, Token)
             if self._job.ask.stream:
                 streams = True
-                return _EventResponse(self._stream(first, params), self._leave)
+                return EventResponse(self._stream(first, params), self._leave)
             tokens = [first]
             while tokens[-1].finish is None:
                 tokens.append(await self._token())
@@ -227,20 +226,6 @@ class _Exchange:
             self._is_over = True
             raise event.error
         return event
-
-
-class _EventResponse(StreamingResponse):
-    """A stream; ``leave`` is called when nobody reads it any more, even if nobody ever did."""
-
-    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._leave = leave
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._leave()
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from kvferry.errors import InputError
 
-__all__ = ["DONE", "MAX_BODY_NBYTES", "bounded_body", "json_response", "sse", "until_gone"]
+__all__ = ["DONE", "MAX_BODY_NBYTES", "EventResponse", "bounded_body", "json_response", "sse", "until_gone"]
 
 MAX_BODY_NBYTES = 16 << 20
 BODY_SECONDS = 60.0
@@ -42,6 +43,20 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 def sse(data: bytes) -> bytes:
     """One server-sent event of a JSON text."""
     return b"data: " + data + b"\n\n"
+
+
+class EventResponse(StreamingResponse):
+    """Server-sent events; ``leave`` is called when nobody reads them any more, even if nobody ever did."""
+
+    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -10,12 +10,11 @@ from importlib.resources import files
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from kvferry.observe.prometheus import CONTENT_TYPE
-from kvferry.serve.http import json_response, sse
+from kvferry.serve.http import EventResponse, json_response, sse
 from kvferry.web.guard import Guard
 from kvferry.web.view import Source
 
@@ -55,7 +54,7 @@ class LivePage:
         if self._streams >= MAX_STREAMS:
             return PlainTextResponse(f"{MAX_STREAMS} pages are open, the most allowed\n", 503)
         self._streams += 1  # here, before another asks
-        return _Stream(self._moments(), self._leave)
+        return EventResponse(self._moments(), self._leave)
 
     def _leave(self) -> None:
         self._streams -= 1
@@ -65,20 +64,6 @@ class LivePage:
             yield sse(msgspec.json.encode(await self._source()))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), INTERVAL_SECONDS)
-
-
-class _Stream(StreamingResponse):
-    """Events; ``leave`` is called when nobody reads them any more, even if nobody ever did."""
-
-    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._leave = leave
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._leave()
 
 
 def metrics_route(text: Callable[[], bytes]) -> Route:
