@@ -18,8 +18,8 @@ __all__ = ["MAX_NODES", "STAGE_SECONDS", "ProbePlan", "check_count", "link_class
 
 #: Seconds of a stage where nobody says how long the whole may take.
 STAGE_SECONDS = 6.0
-#: Beyond it all pairs take longer than agents wait, and one process cannot carry their words.
-MAX_NODES = 512
+#: Beyond it one process cannot carry their words, nor one link file their fits (docs/scale.md).
+MAX_NODES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
