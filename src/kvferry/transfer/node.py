@@ -69,6 +69,11 @@ class Node:
         self.copiers = ThreadPoolExecutor(
             config.copy_threads, thread_name_prefix=f"kvferry-copy-{config.name}"
         )
+        #: What a block of each group holds, all its tensors together.
+        self.block_nbytes = tuple(
+            group.entries_per_block * sum(tensor.row_nbytes for tensor in group.tensors)
+            for group in config.layout.groups
+        )
         self._key = secrets.token_bytes(32)
         self.party = _party(config, self.incarnation, self.staging.window_nbytes)
         self.directory = Directory(

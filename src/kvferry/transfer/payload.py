@@ -11,12 +11,12 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 
 from kvferry.errors import KVFerryError, LocalError
-from kvferry.layout import CopyPlan, source_pieces
+from kvferry.layout import CopyPlan, PieceTable, source_pieces
 from kvferry.protocol import messages as m
 from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Mode
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from kvferry.transfer.session import Session
 
 __all__ = ["WHOLE", "Part", "Payload"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Planned and summed in less time than a thread takes to wake and to report, on the loop's own core.
+SMALL_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ class Payload:
         self._given: list[tuple[Part, DigestTable]] = []
         self._taking = 0
         self._planned: tuple[tuple[Part, int, int], CopyPlan] | None = None
+        # Made when the tables were checked, kept until the digests are taken of them.
+        self._home: PieceTable | None = None
         self.exported: asyncio.Future[DigestTable] | None = None
         self._vouching: asyncio.Future[DigestTable] | None = None
         self.is_copying = False
@@ -84,7 +92,12 @@ class Payload:
 
     def check_tables(self) -> None:
         """Raise InputError when this side's block tables do not hold the session's tokens."""
-        source_pieces(self._session.config.layout, self._session.tables, self._session.tokens)
+        pieces = self._own_pieces()
+        if self._session.role is Role.PREFILL and self._session.mode is Mode.PULL:
+            self._home = pieces
+
+    def _own_pieces(self) -> PieceTable:
+        return source_pieces(self._session.config.layout, self._session.tables, self._session.tokens)
 
     def plan(self, part: Part = WHOLE, *, held_tokens: int | None = None) -> CopyPlan:
         """The copies of one part, the same at both sides: the session's portions, in prefill's order."""
@@ -275,12 +288,11 @@ class Payload:
 
         ``like``: another offer of the same blocks; its digests are these.
         """
+        pieces, self._home = self._home, None
         if not self._session.config.integrity:
             return
         if like is None or like.exported is None:
-            self.exported = asyncio.ensure_future(
-                self._loop.run_in_executor(self._session.node.copiers, self._export_in_thread)
-            )
+            self.exported = self._in_thread(self._export_in_thread, pieces)
         else:
             self.exported = like.exported
         self.exported.add_done_callback(lambda _: self._quiet_again())
@@ -291,9 +303,7 @@ class Payload:
             return NO_DIGESTS
         self._taking += 1
         try:
-            return await self._loop.run_in_executor(
-                self._session.node.copiers, self._digest_part_in_thread, part
-            )
+            return await self._in_thread(self._digest_part_in_thread, part)
         finally:
             self._taking -= 1
             self._quiet_again()
@@ -325,17 +335,33 @@ class Payload:
 
     async def _vouch(self) -> DigestTable:
         exported = None if self.exported is None else await self.exported
-        work = functools.partial(self._vouch_in_thread, exported)
-        return await self._loop.run_in_executor(self._session.node.copiers, work)
+        return await self._in_thread(self._vouch_in_thread, exported)
 
-    def _export_in_thread(self) -> DigestTable:
-        session = self._session
-        pieces = source_pieces(session.config.layout, session.tables, session.tokens)
-        return digest_pieces(session.node.memory.array, pieces)
+    def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Have digests taken beside the loop; those of a few blocks now: sooner than a thread wakes."""
+        if self._home_nbytes > SMALL_NBYTES:
+            call = functools.partial(work, *args, **kwargs)
+            return self._loop.run_in_executor(self._session.node.copiers, call)
+        done: asyncio.Future[T] = self._loop.create_future()
+        try:
+            done.set_result(work(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - as an executor's future has it
+            done.set_exception(error)
+        return done
+
+    @functools.cached_property
+    def _home_nbytes(self) -> int:
+        """What this side's blocks of the request hold, live or not."""
+        tables = zip(self._session.tables, self._session.node.block_nbytes, strict=True)
+        return sum(len(table.ids) * nbytes for table, nbytes in tables)
+
+    def _export_in_thread(self, pieces: PieceTable | None) -> DigestTable:
+        pieces = self._own_pieces() if pieces is None else pieces
+        return digest_pieces(self._session.node.memory.array, pieces)
 
     def _vouch_in_thread(self, exported: DigestTable | None) -> DigestTable:
         """For each part that moved, in order: its chunks' digests, taken at export wherever that can be."""
-        session, memory = self._session, self._session.node.memory.array
+        memory = self._session.node.memory.array
         if exported is None:
             # A push: what was given must be what is there now, or a part was pushed before it was
             # final, or its blocks were reused.
@@ -344,15 +370,14 @@ class Payload:
             return self.packing.digest_table() if self._converts else now
         if self._converts:
             # What was packed is what was exported if the blocks are still what they were then.
-            pieces = source_pieces(session.config.layout, session.tables, session.tokens)
-            compare_digests(exported, digest_pieces(memory, pieces))
+            compare_digests(exported, digest_pieces(memory, self._own_pieces()))
             return self.packing.digest_table()
         plan = self.plan()
         if plan.chunk_complete.all():
             return select_digests(exported, plan.chunk_id)
         # Part of a chunk moved (a held prefix, another split of heads): its digest is taken now, and
         # means what was exported only if the whole chunk still has its digest of then.
-        pieces = source_pieces(session.config.layout, session.tables, session.tokens)
+        pieces = self._own_pieces()
         cut = np.unique(plan.chunk_id[~plan.chunk_complete])  # portions may share a chunk
         compare_digests(select_digests(exported, cut), digest_pieces(memory, pieces, only=cut))
         return join_digests([digest_plan(memory, plan)])

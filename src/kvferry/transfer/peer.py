@@ -131,7 +131,8 @@ class Peer:
         self.error: KVFerryError | None = None  # why it was lost
         self.chosen = ""  # why this address, where that was left to this side
         self.passed_over: tuple[str, ...] = ()  # which better ones did not work then, and why
-        self._heard = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._said = self._loop.time()
         self._tasks = [
             asyncio.ensure_future(task) for task in (self._read_all(), self._write_all(), self._watch())
         ]
@@ -139,6 +140,7 @@ class Peer:
     def post(self, message: Message) -> None:
         """Send in order, without waiting. A peer that takes nothing in is found by its silence."""
         self._outbox.append(encode(message))
+        self._said = self._loop.time()
         self._wake.set()
 
     def lose(self, error: KVFerryError) -> None:
@@ -170,7 +172,7 @@ class Peer:
         try:
             while True:
                 message = decode(await self.connection.receive())
-                self._heard = asyncio.get_running_loop().time()
+                self._heard = self._loop.time()
                 if isinstance(message, Hello | Accept | Refuse):
                     raise PeerError(f"{type(message).__name__} after the handshake")
                 if not isinstance(message, Heartbeat):
@@ -184,20 +186,20 @@ class Peer:
                 while self._outbox:
                     await self.connection.send(self._outbox.popleft())
                 self._wake.clear()
-                try:
-                    async with asyncio.timeout(self._timeouts.heartbeat):
-                        await self._wake.wait()
-                except TimeoutError:
-                    self._outbox.append(encode(Heartbeat()))
+                await self._wake.wait()
         except KVFerryError as error:
             self.lose(error.with_context(peer=self.name))
 
     async def _watch(self) -> None:
-        """Silence for ``lost`` seconds is loss; the handshake saw to it that a beat fits in twice."""
-        limit = self._timeouts.lost
-        loop = asyncio.get_running_loop()
-        while (quiet := loop.time() - self._heard) < limit:
-            await asyncio.sleep(limit - quiet)
+        """Beat where nothing else was said for so long; hear the peer's silence.
+
+        Silence for ``lost`` seconds is loss; the handshake saw to it that a beat fits in twice.
+        """
+        limit, beat = self._timeouts.lost, self._timeouts.heartbeat
+        while (quiet := self._loop.time() - self._heard) < limit:
+            if self._loop.time() - self._said >= beat:
+                self.post(Heartbeat())
+            await asyncio.sleep(max(0.0, min(limit - quiet, self._said + beat - self._loop.time())))
         self.lose(
             DeadlineError(
                 f"the peer said nothing for {limit:.3g} s (it promised a heartbeat each "

@@ -103,6 +103,7 @@ class Session:
         self._born = time.monotonic()
         self._events: deque[Event] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._due: tuple[float, Event] | None = None
         self._failing_phase = self.machine.phase
         self.set_timer()
 
@@ -229,12 +230,16 @@ class Session:
             self._timer.cancel()
 
     def set_timer(self) -> None:
-        """One timer, for the clock that ends this phase."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """One timer, for the clock that ends this phase.
+
+        A timer that stands is moved only to come earlier: most phases end long before it, and the
+        one that it comes in looks when it is really due.
+        """
         wait = WAITS.get(self.machine.phase)
         if wait is None:
-            self._timer = None
+            self._due = None
+            if self.machine.is_final and self._timer is not None:
+                self._timer.cancel()
             return
         timeouts, now = self.config.timeouts, time.monotonic()
         event, at = Event.LEASE_END, self.lease_deadline
@@ -244,7 +249,26 @@ class Session:
             limit = now + timeouts.start if self.machine.phase is Phase.STARTING else self.timeout_deadline
             if limit <= at:
                 event, at = Event.DEADLINE, limit
-        self._timer = self._loop.call_later(max(0.0, at - now), self._time_out, event)
+        self._due = (at, event)
+        self._arm(at)
+
+    def _arm(self, at: float) -> None:
+        # The loop's clock is time.monotonic.
+        if self._timer is not None:
+            if not self._timer.cancelled() and self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at, self._look_at_clock)
+
+    def _look_at_clock(self) -> None:
+        self._timer = None
+        if self._due is None:
+            return
+        at, event = self._due
+        if at <= time.monotonic():
+            self._time_out(event)
+        else:
+            self._arm(at)
 
     def _time_out(self, event: Event) -> None:
         what = "lease" if event is Event.LEASE_END else "timeout"
