@@ -56,7 +56,7 @@ def _settle(session: Session) -> None:
 
 
 def _vouch(session: Session) -> None:
-    if session.payload.vouch():
+    if session.payload.exporting.vouch():
         session.then(Event.VOUCHED)
 
 

@@ -60,7 +60,7 @@ def granted(session: Session) -> m.Granted:
 
 def commit(session: Session) -> m.Commit:
     """Prefill vouches for what it exported."""
-    chunk_id, digests = session.payload.digest_table()
+    chunk_id, digests = session.payload.exporting.table()
     return m.Commit(
         session.transfer,
         session.state if session.mode is Mode.PUSH else b"",

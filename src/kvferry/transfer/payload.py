@@ -7,29 +7,22 @@ transfer does not take all of them. Nothing here decides what happens next.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvferry.errors import KVFerryError, LocalError
+from kvferry.errors import KVFerryError
 from kvferry.layout import CopyPlan, PieceTable, source_pieces
 from kvferry.protocol import messages as m
 from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Mode
+from kvferry.transfer.exporting import Exporting, known
 from kvferry.transfer.integrity import (
     NO_DIGESTS,
     DigestTable,
     check_coverage,
-    compare_digests,
-    digest_pieces,
-    digest_plan,
-    join_digests,
     nothing_arrived,
-    select_digests,
 )
 from kvferry.transfer.portions import plan_portions
 from kvferry.transfer.windows import Packing, PartKey, Unpacking
@@ -39,12 +32,6 @@ if TYPE_CHECKING:
     from kvferry.transfer.session import Session
 
 __all__ = ["WHOLE", "Part", "Payload"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-# Planned and summed in less time than a thread takes to wake and to report, on the loop's own core.
-SMALL_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +54,15 @@ class Payload:
         self._parts: deque[Part] = deque()
         self._cancel = CancelToken()
         self._when_quiet: Callable[[], None] | None = None
-        self._given: list[tuple[Part, DigestTable]] = []
-        self._taking = 0
+        self.given: list[tuple[Part, DigestTable]] = []
         self._planned: tuple[tuple[Part, int, int], CopyPlan] | None = None
         # Made when the tables were checked, kept until the digests are taken of them.
         self._home: PieceTable | None = None
-        self.exported: asyncio.Future[DigestTable] | None = None
-        self._vouching: asyncio.Future[DigestTable] | None = None
+        self.exporting = Exporting(session, self)
         self.is_copying = False
         self.arrived: list[Arrived] = []
         # Of a transfer that converts: what prefill packs, and what decode stores.
-        self.packing = Packing(session, self._quiet_again)
+        self.packing = Packing(session, self.quiet_again)
         self.unpacking = Unpacking(session, self._cancel)
 
     @property
@@ -92,11 +77,17 @@ class Payload:
 
     def check_tables(self) -> None:
         """Raise InputError when this side's block tables do not hold the session's tokens."""
-        pieces = self._own_pieces()
+        pieces = self.own_pieces()
         if self._session.role is Role.PREFILL and self._session.mode is Mode.PULL:
             self._home = pieces
 
-    def _own_pieces(self) -> PieceTable:
+    def take_own_pieces(self) -> PieceTable:
+        """``own_pieces`` of an offer, which are kept for this one call."""
+        pieces, self._home = self._home, None
+        return self.own_pieces() if pieces is None else pieces
+
+    def own_pieces(self) -> PieceTable:
+        """What this side's blocks hold of the request, piece by piece."""
         return source_pieces(self._session.config.layout, self._session.tables, self._session.tokens)
 
     def plan(self, part: Part = WHOLE, *, held_tokens: int | None = None) -> CopyPlan:
@@ -126,22 +117,9 @@ class Payload:
             token_range=part.token_range,
         )
 
-    def _at_home(self, part: Part) -> CopyPlan:
-        """One part of this side's own blocks: what it gives, however decode stores it."""
-        session = self._session
-        ours = (session.config.layout, session.tables)
-        return plan_portions(
-            session.portions,
-            ours,
-            ours,
-            session.tokens,
-            first_token=session.held_tokens,
-            layers=part.layers,
-            token_range=part.token_range,
-        )
-
     @property
-    def _converts(self) -> bool:
+    def converts(self) -> bool:
+        """What moves is packed at prefill and stored otherwise at decode."""
         return self._session.form is not None
 
     @property
@@ -152,7 +130,7 @@ class Payload:
         """
         session = self._session
         assert session.peer is not None
-        return session.mode is Mode.PUSH and session.peer.connection.can_write and not self._converts
+        return session.mode is Mode.PUSH and session.peer.connection.can_write and not self.converts
 
     def _key(self, part: Part) -> PartKey:
         layers = range(1 << 20) if part.layers is None else part.layers
@@ -161,7 +139,7 @@ class Payload:
 
     def check_covered(self) -> None:
         """At decode, after the bytes: raise CorruptError unless all of the request is in its place, once."""
-        if self._converts:
+        if self.converts:
             self.unpacking.check_stored()
         else:
             check_coverage(self.plan(), self.arrived)
@@ -171,7 +149,7 @@ class Payload:
     def add(self, part: Part, digests: DigestTable = NO_DIGESTS) -> None:
         """This part may move when its turn comes; ``digests`` are of a push's part, as it was given."""
         self._parts.append(part)
-        self._given.append((part, digests))
+        self.given.append((part, digests))
 
     def copy_next(self) -> None:
         """Move the next part, unless one is on its way."""
@@ -183,7 +161,7 @@ class Payload:
         if session.role is Role.PREFILL and not self.writes:
             # Decode carries the push out by reading; our word starts it at once.
             key = self._key(part)
-            if self._converts:
+            if self.converts:
                 self.packing.add(key)
             session.post(m.Ready(session.transfer, *key, session.held_tokens, session.grant))
             self.copy_next()
@@ -191,7 +169,7 @@ class Payload:
         self.is_copying = True
         work: asyncio.Future[Arrived] = (
             asyncio.ensure_future(self.unpacking.fetch(self._key(part)))
-            if self._converts
+            if self.converts
             else self._loop.run_in_executor(session.node.copiers, self._copy_in_thread, part)
         )
         work.add_done_callback(self._copied)
@@ -226,7 +204,7 @@ class Payload:
         error = done.exception()
         if error is not None:
             self._parts.clear()
-            session.fail(_known(error, "a copy"), Event.COPY_FAILED)
+            session.fail(known(error, "a copy"), Event.COPY_FAILED)
         else:
             self.arrived.append(done.result())
             session.clock.copy_seconds += done.result().seconds
@@ -234,7 +212,7 @@ class Payload:
                 self.copy_next()
             else:
                 session.feed(Event.COPIED)
-        self._quiet_again()
+        self.quiet_again()
 
     # What the peer does in this side's memory.
 
@@ -243,7 +221,7 @@ class Payload:
         session = self._session
         assert session.peer is not None
         writes = self.writes
-        if self._converts:
+        if self.converts:
             self._open_windows()
             return
         if writes is (session.role is Role.PREFILL):
@@ -280,122 +258,11 @@ class Payload:
         if self._session.machine.phase is Phase.MOVING:
             self._session.feed(Event.LANDED)
 
-    # Digests of prefill's blocks: taken before the call that lends the blocks returns, so that they
-    # are of what the engine had computed, whatever becomes of the blocks while they move.
-
-    def begin_digests(self, like: Payload | None = None) -> None:
-        """Take an offer's digests, in a thread.
-
-        ``like``: another offer of the same blocks; its digests are these.
-        """
-        pieces, self._home = self._home, None
-        if not self._session.config.integrity:
-            return
-        if like is None or like.exported is None:
-            self.exported = self._in_thread(self._export_in_thread, pieces)
-        else:
-            self.exported = like.exported
-        self.exported.add_done_callback(lambda _: self._quiet_again())
-
-    async def take_digests(self, part: Part) -> DigestTable:
-        """The digests of one part of a push as it lies now."""
-        if not self._session.config.integrity:
-            return NO_DIGESTS
-        self._taking += 1
-        try:
-            return await self._in_thread(self._digest_part_in_thread, part)
-        finally:
-            self._taking -= 1
-            self._quiet_again()
-
-    def _digest_part_in_thread(self, part: Part) -> DigestTable:
-        return digest_plan(self._session.node.memory.array, self._given_plan(part))
-
-    def _given_plan(self, part: Part) -> CopyPlan:
-        return self._at_home(part) if self._converts else self.plan(part)
-
-    @property
-    def is_digesting(self) -> bool:
-        """Digests are being taken now."""
-        tasks = (self.exported, self._vouching)
-        return self._taking > 0 or any(task is not None and not task.done() for task in tasks)
-
-    def vouch(self) -> bool:
-        """True where no digests are wanted; else VOUCHED comes when those of all that moved are there."""
-        if not self._session.config.integrity:
-            return True
-        self._vouching = asyncio.ensure_future(self._vouch())
-        self._vouching.add_done_callback(self._vouched)
-        self._vouching.add_done_callback(lambda _: self._quiet_again())
-        return False
-
-    def digest_table(self) -> DigestTable:
-        """The digests of all that moved; after VOUCHED."""
-        return NO_DIGESTS if self._vouching is None else self._vouching.result()
-
-    async def _vouch(self) -> DigestTable:
-        exported = None if self.exported is None else await self.exported
-        return await self._in_thread(self._vouch_in_thread, exported)
-
-    def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """Have digests taken beside the loop; those of a few blocks now: sooner than a thread wakes."""
-        if self._home_nbytes > SMALL_NBYTES:
-            call = functools.partial(work, *args, **kwargs)
-            return self._loop.run_in_executor(self._session.node.copiers, call)
-        done: asyncio.Future[T] = self._loop.create_future()
-        try:
-            done.set_result(work(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - as an executor's future has it
-            done.set_exception(error)
-        return done
-
-    @functools.cached_property
-    def _home_nbytes(self) -> int:
-        """What this side's blocks of the request hold, live or not."""
-        tables = zip(self._session.tables, self._session.node.block_nbytes, strict=True)
-        return sum(len(table.ids) * nbytes for table, nbytes in tables)
-
-    def _export_in_thread(self, pieces: PieceTable | None) -> DigestTable:
-        pieces = self._own_pieces() if pieces is None else pieces
-        return digest_pieces(self._session.node.memory.array, pieces)
-
-    def _vouch_in_thread(self, exported: DigestTable | None) -> DigestTable:
-        """For each part that moved, in order: its chunks' digests, taken at export wherever that can be."""
-        memory = self._session.node.memory.array
-        if exported is None:
-            # A push: what was given must be what is there now, or a part was pushed before it was
-            # final, or its blocks were reused.
-            now = join_digests([digest_plan(memory, self._given_plan(part)) for part, _ in self._given])
-            compare_digests(join_digests([digests for _, digests in self._given]), now)
-            return self.packing.digest_table() if self._converts else now
-        if self._converts:
-            # What was packed is what was exported if the blocks are still what they were then.
-            compare_digests(exported, digest_pieces(memory, self._own_pieces()))
-            return self.packing.digest_table()
-        plan = self.plan()
-        if plan.chunk_complete.all():
-            return select_digests(exported, plan.chunk_id)
-        # Part of a chunk moved (a held prefix, another split of heads): its digest is taken now, and
-        # means what was exported only if the whole chunk still has its digest of then.
-        pieces = self._own_pieces()
-        cut = np.unique(plan.chunk_id[~plan.chunk_complete])  # portions may share a chunk
-        compare_digests(select_digests(exported, cut), digest_pieces(memory, pieces, only=cut))
-        return join_digests([digest_plan(memory, plan)])
-
-    def _vouched(self, digests: asyncio.Future[DigestTable]) -> None:
-        session, error = self._session, digests.exception()
-        if session.machine.phase is not Phase.VOUCHING:
-            return  # something else ended it meanwhile
-        if error is None:
-            session.feed(Event.VOUCHED)
-        else:
-            session.fail(_known(error, "taking digests"))
-
     # The end.
 
     def when_quiet(self, call: Callable[[], None]) -> bool:
         """True if nothing touches this side's memory; else ``call`` runs, on the loop, once that is so."""
-        if self.is_copying or self.is_digesting or self.packing.is_busy:
+        if self.is_copying or self.exporting.is_busy or self.packing.is_busy:
             self._when_quiet = call
             return False
 
@@ -404,15 +271,7 @@ class Payload:
 
         return self._session.node.grants.when_empty(self._session.grant, in_thread)
 
-    def _quiet_again(self) -> None:
+    def quiet_again(self) -> None:
         if self._when_quiet is not None:
             call, self._when_quiet = self._when_quiet, None
             call()
-
-
-def _known(error: BaseException, what: str) -> KVFerryError:
-    if isinstance(error, KVFerryError):
-        return error
-    unforeseen = LocalError(f"{what} failed in a way that kvferry did not foresee: {error!r}")
-    unforeseen.__cause__ = error
-    return unforeseen

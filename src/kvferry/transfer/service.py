@@ -74,9 +74,9 @@ class Service:
             raise InputError("like: that offer is of other blocks or tokens")
         session = self._hold(Role.PREFILL, Mode.PULL, call)
         session.state = call.state
-        session.payload.begin_digests(None if like is None else like.payload)
-        if session.payload.exported is not None:
-            await asyncio.shield(session.payload.exported)
+        session.payload.exporting.begin(None if like is None else like.payload.exporting)
+        if session.payload.exporting.exported is not None:
+            await asyncio.shield(session.payload.exporting.exported)
         return c.Held(self._node.ticket(session, call.lease_seconds))
 
     async def _reserve(self, call: c.ReserveCall) -> c.Held:
@@ -217,7 +217,7 @@ class Service:
             grants=self._node.grants.num_open,
             peers=self._node.directory.num_peers,
             copies=sum(session.payload.is_copying for session in self._node.ledger),
-            digesting=sum(session.payload.is_digesting for session in self._node.ledger),
+            digesting=sum(session.payload.exporting.is_busy for session in self._node.ledger),
             packing=self._node.staging.num_taken,
             threads=threading.active_count(),
             fds=len(os.listdir("/proc/self/fd")),

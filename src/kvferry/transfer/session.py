@@ -189,7 +189,7 @@ class Session:
     async def push_part(self, part: Part) -> None:
         """Prefill: this part is final; digest it, then move it. Raises as ``local``; then it stays."""
         self._allow(Event.LAYERS)
-        digests = await self.payload.take_digests(part)
+        digests = await self.payload.exporting.take(part)
         self._allow(Event.LAYERS)
         self.payload.add(part, digests)
         self.feed(Event.LAYERS)
