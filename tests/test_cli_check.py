@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,76 @@ def test_overlap_by_layer_and_by_chunk(links: str, capsys: pytest.CaptureFixture
         groups[overlap] = (found["groups"], found["split"]["exposed_transfer_seconds"])
     assert [groups[name][0] for name in ("none", "layer", "chunk")] == [1, 80, 4]
     assert groups["layer"][1] < groups["chunk"][1] < groups["none"][1]
+
+
+def asked(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """The answer as JSON."""
+    assert check(*options, "--json") in {0, 3}
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("overlap", ["none", "layer", "chunk"])
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("ttft", ["0.15", "0.4", "1.2"])
+def test_a_flip_is_true_when_it_is_asked_for(
+    links: str, overlap: str, batch: int, ttft: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked again with the flip's own prompt, or hits, it holds with the very TTFT that the flip says.
+
+    The first decode step and the chunks follow the prompt.
+    """
+    options = (
+        *("--link", links, "--ttft", ttft, "--profile", "splitwise-llama2-70b-h100-tp8"),
+        *("--decode-batch", str(batch), "--overlap", overlap, "--chunk-tokens", "1000"),
+    )
+    now = asked(capsys, *options, "--prompt-tokens", "9000", "--cached-tokens", "100")
+    longest, fewest = now["flips"]["max_prompt_tokens"], now["flips"]["min_cached_tokens"]
+    there = asked(capsys, *options, "--prompt-tokens", str(longest["value"]), "--cached-tokens", "100")
+    above = asked(capsys, *options, "--prompt-tokens", str(longest["value"] + 1), "--cached-tokens", "100")
+    assert (there["verdict"], above["verdict"]) == ("holds", "does not hold")
+    assert there["ttft_seconds"] == pytest.approx(longest["ttft_seconds"])
+    if fewest["value"] is not None:
+        cached = ("--prompt-tokens", "9000", "--cached-tokens", str(fewest["value"]))
+        there = asked(capsys, *options, *cached)
+        assert there["verdict"] == "holds"
+        assert there["ttft_seconds"] == pytest.approx(fewest["ttft_seconds"])
+
+
+def test_more_hits_never_make_chunks_worse(links: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt that is one token longer than its chunks: no saw of the TTFT over hits."""
+    options = ("--link", links, "--ttft", "1s", "--overlap", "chunk", "--chunk-tokens", "1024")
+    prompt = ("--prompt-tokens", "4097", "--prefill-seconds", "0.1")
+    times = [
+        asked(capsys, *options, *prompt, "--cached-tokens", str(cached))["ttft_seconds"]
+        for cached in (0, 1, 16, 1008, 1024, 1040, 2048, 3072, 3088, 4097)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_what_a_flip_shows_is_enough(links: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bounds are rounded so that they hold: the share and the rate in the table are not below the flip."""
+    for ttft in ("120ms", "130ms", "150ms", "190ms"):
+        options = ("--link", links, *BASE[:3], ttft, *BASE[4:])
+        found = asked(capsys, *options)["flips"]
+        check(*options)
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        (share,) = [float(row[4].rstrip("%")) for row in rows if row[:3] == ["min", "prefix", "hit"]]
+        (rate,) = [float(row[4]) for row in rows if row[:2] == ["min", "bytes"]]
+        bits = float(found["min_bytes_per_second"]["says"].split("(")[1].split()[0])
+        assert share / 100 >= found["min_prefix_hit_share"]["value"]
+        assert rate * 1e9 >= found["min_bytes_per_second"]["value"]
+        assert bits * 1e9 / 8 >= found["min_bytes_per_second"]["value"]
+
+
+def test_a_given_prefill_of_a_shorter_prompt_takes_its_share(
+    links: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt no longer than the prefix takes its part of the given time: decode's hits spare no prefill."""
+    options = ("--link", links, "--prompt-tokens", "4096", "--cached-tokens", "3584", "--ttft", "100ms")
+    grid = asked(capsys, *options, "--prefill-seconds", "0.4")["break_even"]
+    column = grid["prompt_tokens"].index(2048)
+    assert {row[column] for row in grid["verdicts"]} == {"does not hold"}
 
 
 @pytest.mark.parametrize(

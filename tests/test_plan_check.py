@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from kvferry.errors import InputError
 from kvferry.link import Knee, LinkProfile, Mode, Span, Spread
@@ -517,10 +517,12 @@ SMALL = [
 ]
 
 questions = st.builds(
-    lambda tokens, cached, groups, rate, target, way: promise(
+    lambda tokens, cached, groups, chunk, rate, target, way: promise(
         prompt_tokens=tokens,
         cached_tokens=min(cached, tokens),
         groups=groups,
+        chunk_tokens=chunk,
+        decode_batch=8,
         requests_per_second=rate,
         target_seconds=target,
         prefill=profile(prefill=PrefillLaw(0.005, 1e-5, 1e-10)),
@@ -529,6 +531,7 @@ questions = st.builds(
     st.one_of(st.integers(1, 50_000), st.integers(1, 5000)),
     st.one_of(st.integers(0, 50_000), st.just(0)),
     st.sampled_from([1, 8, 80]),
+    st.sampled_from([None, None, 256, 2048]),
     st.sampled_from([None, 0.5, 2.0]),
     st.one_of(st.floats(0.02, 3.0), st.floats(0.02, 0.3)),
     st.sampled_from([Way(link()), Way(load_links("eth25").select()), *(Way(small) for small in SMALL)]),
@@ -591,6 +594,17 @@ def test_filled_equations_come_out(
         value = eval(equation.filled, {"math": math, "max": max, "__builtins__": {}})  # noqa: S307 - our own text
         assert value == pytest.approx(equation.value, rel=1e-4, abs=1e-9)
     assert equations[-1].value == found.ttft_seconds
+    # Every part of the sum that is not 0 has an equation of its own.
+    parts = {name.removesuffix("_seconds").replace("_", " "): seconds for name, seconds in parts_of(found)}
+    shown = {
+        ("prefill queue" if name == "queue" else name): seconds for name, seconds in parts.items() if seconds
+    }
+    assert shown.items() <= {equation.name: equation.value for equation in equations}.items()
+
+
+def parts_of(found: Answer) -> list[tuple[str, float]]:
+    """The parts of the split with their names."""
+    return list(asdict(found.split).items())
 
 
 @pytest.mark.parametrize("block_size", [None, 16, 64])

@@ -70,9 +70,20 @@ def format_size(nbytes: int) -> str:
     return f"{_scaled(nbytes, _DECIMAL, 'B')} = {_scaled(nbytes, _BINARY, 'B')} = {format_bits(nbytes)}"
 
 
-def format_rate(bytes_per_second: float) -> str:
-    """``5e10`` -> ``"50 GB/s (400 Gb/s)"``."""
-    return f"{_scaled(bytes_per_second, _DECIMAL, 'B')}/s ({_scaled(8 * bytes_per_second, _BITS, 'b')}/s)"
+def format_rate(bytes_per_second: float, *, round_up: bool = False) -> str:
+    """``5e10`` -> ``"50 GB/s (400 Gb/s)"``; ``round_up``: a bound, neither of the two below it."""
+    shown = [bytes_per_second, 8 * bytes_per_second]
+    if round_up:
+        shown = [_up(value) for value in shown]
+    return f"{_scaled(shown[0], _DECIMAL, 'B')}/s ({_scaled(shown[1], _BITS, 'b')}/s)"
+
+
+def _up(value: float) -> float:
+    """The next number up with three significant digits."""
+    if value <= 0:
+        return value
+    step = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return math.ceil(value / step - 1e-9) * step
 
 
 def format_seconds(seconds: float) -> str:

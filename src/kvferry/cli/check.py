@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,10 +169,12 @@ def promise_of(shape: ModelShape, options: CheckOptions) -> Promise:
         prefill=prefill,
         way=_way(options),
         overlap=Overlap(options.overlap),
-        groups=_groups(options, shape, tokens),
+        groups=shape.num_layers if options.overlap == "layer" else 1,
+        chunk_tokens=options.chunk_tokens if options.overlap == "chunk" else None,
         sync_seconds=options.sync_seconds,
         first_token=FirstToken(options.first_token),
-        decode_step_seconds=_decode_step(options, prefill, tokens),
+        decode_step_seconds=options.decode_seconds,
+        decode_batch=options.decode_batch,
         queue_seconds=options.queue_seconds,
         requests_per_second=options.rate,
         prompt_lengths=lengths,
@@ -217,28 +218,6 @@ def _prefill(options: CheckOptions, tokens: int) -> ComputeProfile | GivenPrefil
         return None
     choice = ProfileChoice(options.profile_model, options.profile_gpu, options.profile_tp)
     return load_profile(options.profile, choice)
-
-
-def _decode_step(
-    options: CheckOptions, prefill: ComputeProfile | GivenPrefill | None, tokens: int
-) -> float | None:
-    from kvferry.plan.compute import ComputeProfile
-
-    if options.decode_batch < 1:
-        raise InputError(f"decode_batch: {options.decode_batch} is not at least 1")
-    if options.decode_seconds is not None or not isinstance(prefill, ComputeProfile):
-        return options.decode_seconds
-    return prefill.decode_seconds(options.decode_batch, options.decode_batch * tokens)
-
-
-def _groups(options: CheckOptions, shape: ModelShape, tokens: int) -> int:
-    if options.overlap == "layer":
-        return shape.num_layers
-    if options.overlap == "chunk":
-        if options.chunk_tokens < 1:
-            raise InputError(f"chunk_tokens: {options.chunk_tokens} is not at least 1")
-        return max(1, math.ceil((tokens - options.cached_tokens) / options.chunk_tokens))
-    return 1
 
 
 def _way(options: CheckOptions) -> Way:

@@ -48,7 +48,7 @@ def print_json(
         "wire_bytes": found.payload.nbytes,
         "descriptors": found.payload.descriptors,
         "transfer": found.transfer,
-        "groups": promise.groups,
+        "groups": promise.num_parts,
         "first_token": promise.first_token,
         "second_token_gap_seconds": found.gap_seconds,
         "quantile": promise.way.quantile,
@@ -178,9 +178,9 @@ def _value(knob: str, flip: Flip) -> str:
         case str():
             return flip.value
         case float() if knob == "min_bytes_per_second":
-            return f"{flip.value / 1e9:.3g} GB/s"
+            return format_rate(flip.value, round_up=True).split(" (")[0]
         case float():
-            return f"{flip.value:.0%}"
+            return f"{math.ceil(100 * flip.value - 1e-9)}%"
         case int():
             return f"{flip.value:,}"
 

@@ -14,7 +14,6 @@ the parts that are known and have no link in them exceed the promise, it does no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from enum import StrEnum
 from functools import lru_cache
 
@@ -29,7 +28,17 @@ from kvferry.plan.payload import Payload, PayloadTable, PoolFormat
 from kvferry.plan.promise import FirstToken, GivenPrefill, Promise, check_promise
 from kvferry.plan.queue import Service, empirical_waits
 
-__all__ = ["Answer", "Binding", "Split", "Verdict", "answer", "has_arrivals", "link_service"]
+__all__ = [
+    "Answer",
+    "Binding",
+    "Split",
+    "Verdict",
+    "answer",
+    "has_arrivals",
+    "last_chunk",
+    "link_service",
+    "prefill_service",
+]
 
 _SEED = 1
 """Of the draw of handoff times behind a trace's own arrivals: one question has one answer."""
@@ -114,9 +123,9 @@ def answer(promise: Promise) -> Answer:
     payload = Payload(size.wire_bytes, size.descriptors)
     transfer = link_time(promise.way, payload.nbytes, payload.descriptors)
     prefill = promise.prefill_seconds()
-    exposed = exposed_seconds(transfer.seconds, prefill or 0.0, promise.groups, promise.sync_seconds)
+    exposed = _exposed(promise, transfer.seconds, prefill or 0.0)
     link_queue = _link_queue(promise)
-    step = promise.decode_step_seconds or 0.0
+    step = promise.first_step_seconds() or 0.0
     from_decode = promise.first_token is FirstToken.DECODE
     split = Split(
         queue_seconds=_prefill_queue(promise),
@@ -143,6 +152,24 @@ def answer(promise: Promise) -> Answer:
     )
 
 
+def _exposed(promise: Promise, transfer_seconds: float, prefill: float, *, is_known: bool = False) -> float:
+    if promise.chunk_tokens is None:
+        return exposed_seconds(transfer_seconds, prefill, promise.groups, promise.sync_seconds)
+    last = last_chunk(promise)
+    # A last chunk that takes longer than the whole is a spread that is wider for small copies.
+    last_seconds = min(last.known_seconds if is_known else last.seconds, transfer_seconds)
+    left = promise.left_after_first_chunk_seconds()
+    return max(last_seconds, transfer_seconds - left) + promise.sync_seconds
+
+
+def last_chunk(promise: Promise) -> LinkTime:
+    """The link's time for what leaves after prefill's last chunk: as if all before it were at decode."""
+    assert promise.chunk_tokens is not None
+    held = max(promise.cached_tokens, promise.prompt_tokens - promise.chunk_tokens)
+    payload = _payloads(promise.shape, promise.pool).at(promise.prompt_tokens, held)
+    return link_time(promise.way, payload.nbytes, payload.descriptors)
+
+
 def _unknown(promise: Promise, prefill: float | None, transfer: LinkTime) -> tuple[str, ...]:
     reasons = []
     if prefill is None:
@@ -161,7 +188,7 @@ def _known(promise: Promise, split: Split, transfer: LinkTime) -> float:
     prefill = promise.prefill_seconds()
     if prefill is None or not transfer.known_seconds or promise.first_token is not FirstToken.DECODE:
         return split.without_link
-    exposed = exposed_seconds(transfer.known_seconds, prefill, promise.groups, promise.sync_seconds)
+    exposed = _exposed(promise, transfer.known_seconds, prefill, is_known=True)
     return split.without_link + _link_queue(promise, within_reach=True) + exposed
 
 
@@ -180,9 +207,24 @@ def _prefill_queue(promise: Promise) -> float:
     seconds = promise.prefill_seconds()
     if not rate or seconds is None:
         return 0.0
+    if has_arrivals(promise):
+        return _walked(promise, rate, _prefill_times(promise))
+    return prefill_service(promise).wait_quantile_seconds(rate, promise.way.quantile)
+
+
+def prefill_service(promise: Promise) -> Service:
+    """How long prefill is busy with one prompt of the workload, by its first two moments."""
     if promise.prompt_lengths is None:
-        return Service.fixed(seconds).wait_quantile_seconds(rate, promise.way.quantile)
-    return _wait(promise, rate, lambda length: promise.prefill_seconds(length) or 0.0)
+        return Service.fixed(promise.prefill_seconds() or 0.0)
+    return Service.of(_prefill_times(promise))
+
+
+def _prefill_times(promise: Promise) -> NDArray[np.float64]:
+    """Of each prompt of the workload, in order."""
+    assert promise.prompt_lengths is not None
+    lengths, which = np.unique(promise.prompt_lengths, return_inverse=True)
+    times = np.array([promise.prefill_seconds(int(length)) or 0.0 for length in lengths])
+    return np.asarray(times[which], dtype=np.float64)
 
 
 def _link_queue(promise: Promise, *, within_reach: bool = False) -> float:
@@ -228,16 +270,6 @@ def has_arrivals(promise: Promise) -> bool:
         and len(arrivals) >= 2
         and bool(arrivals[-1] > arrivals[0])
     )
-
-
-def _wait(promise: Promise, rate: float, seconds: Callable[[int], float]) -> float:
-    """The quantile of the wait: behind the trace's own arrivals where it has them, else M/G/1's."""
-    assert promise.prompt_lengths is not None
-    lengths, which = np.unique(promise.prompt_lengths, return_inverse=True)
-    times = np.array([seconds(int(length)) for length in lengths])[which]
-    if not has_arrivals(promise):
-        return Service.of(times).wait_quantile_seconds(rate, promise.way.quantile)
-    return _walked(promise, rate, times)
 
 
 def _walked(promise: Promise, rate: float, times: NDArray[np.float64]) -> float:
@@ -287,14 +319,14 @@ def _term(promise: Promise, transfer: LinkTime) -> Binding:
 
 def _warnings(promise: Promise, transfer: LinkTime, waits: float) -> tuple[str, ...]:
     warnings = list(transfer.beyond)
-    if promise.first_token is FirstToken.DECODE and promise.decode_step_seconds is None:
+    if promise.first_token is FirstToken.DECODE and promise.first_step_seconds() is None:
         warnings.append("first decode step: not given, counted as 0; give --decode-seconds or a profile")
     if isinstance(promise.prefill, ComputeProfile):
         computed = promise.prompt_tokens - min(promise.cached_tokens, promise.prompt_tokens - 1)
         warnings += [w for w in (promise.prefill.doubt, promise.prefill.outside(computed)) if w]
     if isinstance(promise.prefill, GivenPrefill) and promise.prompt_lengths is not None:
         warnings.append("prefill of the other lengths: taken as proportional to --prefill-seconds")
-    if promise.groups > 1 and promise.sync_seconds == 0:
+    if promise.num_parts > 1 and promise.sync_seconds == 0:
         warnings.append("overlap: no --sync-seconds given; published figures are 0.4 to 8 ms a handoff")
     if not math.isfinite(waits):
         warnings.append("a queue grows without end at this rate")

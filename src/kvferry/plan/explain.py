@@ -8,9 +8,10 @@ import msgspec
 
 from kvferry.errors import NoPlanError
 from kvferry.link import Line, LinkFit
-from kvferry.plan.check import Answer, has_arrivals, link_service
+from kvferry.plan.check import Answer, has_arrivals, last_chunk, link_service, prefill_service
 from kvferry.plan.compute import ComputeProfile, PrefillLaw
 from kvferry.plan.promise import FirstToken, GivenPrefill, Promise
+from kvferry.plan.queue import Service
 
 __all__ = ["Equation", "explain_check", "number"]
 
@@ -43,9 +44,11 @@ def explain_check(promise: Promise, found: Answer) -> tuple[Equation, ...]:
     return (
         *_payload(promise, found),
         *_prefill(promise, found),
+        *_prefill_queue(promise, found),
         _transfer(promise, found),
         *_link_queue(promise, found),
         _exposed(promise, found),
+        *_step(promise, found),
         *_ttft(promise, found),
     )
 
@@ -121,9 +124,26 @@ def _link_queue(promise: Promise, found: Answer) -> list[Equation]:
     if has_arrivals(promise):
         formula = f"p{100 * q:g} of the waits behind the trace's own arrivals, handoffs drawn from the spread"
         return [Equation("link queue", formula, number(value), value, "s")]
-    service = link_service(promise)
+    return _queue("link", link_service(promise), rate, q, value)
+
+
+def _prefill_queue(promise: Promise, found: Answer) -> list[Equation]:
+    rate, q, value = promise.requests_per_second, promise.way.quantile, found.split.queue_seconds
+    if promise.queue_seconds is not None:
+        return [Equation("prefill queue", "as given", number(value), value, "s")]
+    if not rate or promise.prefill is None:
+        return []
+    if has_arrivals(promise):
+        formula = f"p{100 * q:g} of the waits behind the trace's own arrivals"
+        return [Equation("prefill queue", formula, number(value), value, "s")]
+    return _queue("prefill", prefill_service(promise), rate, q, value)
+
+
+def _queue(name: str, service: Service, rate: float, q: float, value: float) -> list[Equation]:
     mean, square, load = service.mean_seconds, service.mean_square, service.load(rate)
-    busy = Equation("link load", "rho = rate * E[S]", f"{number(rate)} * {number(mean)}", load, "of its time")
+    busy = Equation(
+        f"{name} load", "rho = rate * E[S]", f"{number(rate)} * {number(mean)}", load, "of its time"
+    )
     formula = "W(q) = rate * E[S^2] / (2 (1 - rho) rho) * ln(rho / (1 - q)), E[S^2] = mean^2 + deviation^2"
     if load <= 1 - q:
         formula, filled = "0: no more than 1 - q of the handoffs wait at all", "0"
@@ -134,7 +154,7 @@ def _link_queue(promise: Promise, found: Answer) -> list[Equation]:
             f"{number(rate)} * {number(square)} / (2 * (1 - {load!r}) * {load!r}) "
             f"* math.log({load!r} / (1 - {number(q)}))"
         )
-    return [busy, Equation("link queue", formula, filled, value, "s")]
+    return [busy, Equation(f"{name} queue", formula, filled, value, "s")]
 
 
 def _exposed(promise: Promise, found: Answer) -> Equation:
@@ -143,6 +163,15 @@ def _exposed(promise: Promise, found: Answer) -> Equation:
     value = found.split.exposed_transfer_seconds
     if promise.first_token is FirstToken.PREFILL:
         return Equation("exposed transfer", "the first token does not wait for it", "0", 0.0, "s")
+    if promise.chunk_tokens is not None:
+        last, left = last_chunk(promise).seconds, promise.left_after_first_chunk_seconds()
+        return Equation(
+            "exposed transfer",
+            "max(t, T_x - r) + sync, t the last chunk's handoff, r the prefill left after the first",
+            f"max({number(min(last, transfer))}, {number(transfer)} - {number(left)}) + {number(sync)}",
+            value,
+            "s",
+        )
     each, compute = number(transfer / groups), number(prefill / groups)
     return Equation(
         "exposed transfer",
@@ -151,6 +180,22 @@ def _exposed(promise: Promise, found: Answer) -> Equation:
         value,
         "s",
     )
+
+
+def _step(promise: Promise, found: Answer) -> list[Equation]:
+    """The first decode step, where the profile's law gives it."""
+    given, batch = promise.prefill, promise.decode_batch
+    if promise.first_token is FirstToken.PREFILL or promise.first_step_seconds() is None:
+        return []
+    value = found.split.first_decode_step_seconds
+    if promise.decode_step_seconds is not None or batch is None or not isinstance(given, ComputeProfile):
+        return [Equation("first decode step", "as given", number(value), value, "s")]
+    law = given.decode_law(batch)
+    filled = (
+        f"{number(law.a_seconds)} + {number(law.b_seconds_per_context_token)} * "
+        f"{batch * promise.prompt_tokens} + {number(law.c_seconds_per_request)} * {batch}"
+    )
+    return [Equation("first decode step", "tau = a + b * context + c * batch", filled, value, "s")]
 
 
 def _ttft(promise: Promise, found: Answer) -> list[Equation]:

@@ -15,6 +15,7 @@ from kvferry.errors import InputError
 from kvferry.plan.check import Answer, answer
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.promise import GivenPrefill, Promise
+from kvferry.units import format_rate
 
 __all__ = ["Flip", "flips"]
 
@@ -92,6 +93,8 @@ def _prompt(promise: Promise) -> Flip:
     note = f"with {promise.cached_tokens:,} tokens cached"
     if isinstance(promise.prefill, GivenPrefill):
         note += ", prefill taken as proportional to the tokens computed"
+        if promise.prefill.cached_tokens:
+            note += " or to the prompt, whichever takes longer"
     if not _holds(at(1)):
         return Flip(None, None, "no prompt is short enough")
     high = max(2, promise.prompt_tokens)
@@ -126,7 +129,9 @@ def _share(promise: Promise, cached: Flip) -> Flip:
     if not isinstance(cached.value, int):
         return Flip(None, None, cached.says)
     share = cached.value / promise.prompt_tokens
-    return replace(cached, value=share, says=f"a prefix-hit share of {share:.0%}")
+    # Rounded up: the share that is shown is enough.
+    percent = -(-100 * cached.value // promise.prompt_tokens)
+    return replace(cached, value=share, says=f"a prefix-hit share of {percent}%")
 
 
 def _bandwidth(promise: Promise, now: Answer) -> Flip | None:
@@ -146,9 +151,7 @@ def _bandwidth(promise: Promise, now: Answer) -> Flip | None:
     while high / low > 1.0005:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if _holds(at(middle)) else (middle, high)
-    says = (
-        f"holds from {rate * high / 1e9:.3g} GB/s ({8 * rate * high / 1e9:.3g} Gb/s) on, now {rate / 1e9:.3g}"
-    )
+    says = f"holds from {format_rate(rate * high, round_up=True)} on, now {format_rate(rate)}"
     return _flip(rate * high, at(high), says)
 
 
@@ -176,14 +179,15 @@ def _dtype(promise: Promise) -> Flip | None:
 
 def _overlap(promise: Promise, now: Answer) -> Flip | None:
     """The fewest groups with which it holds, up to one a layer."""
-    most = promise.shape.num_layers
-    if now.split.exposed_transfer_seconds <= 0 or most <= promise.groups or _holds(promise):
+    most, least = promise.shape.num_layers, promise.groups if promise.chunk_tokens is None else 1
+    if now.split.exposed_transfer_seconds <= 0 or most <= least or _holds(promise):
         return None
-    if not _holds(replace(promise, groups=most)):
+
+    def at(groups: int) -> Promise:
+        return replace(promise, groups=groups, chunk_tokens=None)
+
+    if not _holds(at(most)):
         return Flip(None, None, f"does not hold layer by layer either ({most} groups)")
-    fewest = promise.groups + 1
-    if not _holds(replace(promise, groups=fewest)):
-        border = _border(fewest, most, lambda groups: not _holds(replace(promise, groups=groups)))
-        fewest = border + 1
+    fewest = _border(least, most, lambda groups: not _holds(at(groups))) + 1
     says = f"holds when the KV leaves in {fewest} groups while prefill computes"
-    return _flip(fewest, replace(promise, groups=fewest), says)
+    return _flip(fewest, at(fewest), says)

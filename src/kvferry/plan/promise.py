@@ -28,8 +28,9 @@ class FirstToken(StrEnum):
 class GivenPrefill(msgspec.Struct, frozen=True):
     """A prefill time that the user measured for one prompt.
 
-    For prompts of other lengths it is taken as proportional to the tokens computed, which the
-    answer says: attention grows faster, so longer prompts take more than that.
+    For prompts of other lengths it is taken as proportional to the prompt or to the tokens computed,
+    whichever takes longer (prefill may have held the prefix, or only decode), which the answer says:
+    attention grows faster, so longer prompts take more than that.
     """
 
     seconds_given: float
@@ -39,7 +40,7 @@ class GivenPrefill(msgspec.Struct, frozen=True):
     def seconds(self, tokens: int, cached_tokens: int = 0) -> float:
         """Seconds of one prompt; the given time at the given prompt."""
         computed = max(1, self.tokens - self.cached_tokens)
-        return self.seconds_given * max(1, tokens - cached_tokens) / computed
+        return self.seconds_given * max(tokens / self.tokens, max(1, tokens - cached_tokens) / computed)
 
 
 class Promise(msgspec.Struct, frozen=True):
@@ -52,10 +53,14 @@ class Promise(msgspec.Struct, frozen=True):
         target_seconds: the TTFT to keep.
         prefill: a profile or a measured time; None: unknown.
         way: the link and its conditions.
-        overlap, groups: what leaves while prefill computes, and in how many parts.
+        overlap, groups: what leaves while prefill computes, and in how many equal parts.
+        chunk_tokens: prefill computes so many tokens at once, and each chunk's KV leaves when it is
+            computed; then the parts follow the prompt, and ``groups`` is not used.
         sync_seconds: a fixed cost of each handoff.
         first_token: who emits it.
-        decode_step_seconds: the first decode step; None: not given, then counted as 0 and said so.
+        decode_step_seconds: the first decode step; None: not given, then from ``decode_batch``.
+        decode_batch: requests in that step, all as long as this one, for the profile's law; None, or
+            no profile: then the step is counted as 0 and said so.
         queue_seconds: the wait before prefill; None: from the rate, or 0 without one.
         requests_per_second: that this prefill worker and this link serve, for the waits.
         prompt_lengths: lengths of the workload's prompts, for the service times; None: all like
@@ -73,9 +78,11 @@ class Promise(msgspec.Struct, frozen=True):
     way: Way
     overlap: Overlap = Overlap.NONE
     groups: int = 1
+    chunk_tokens: int | None = None
     sync_seconds: float = 0.0
     first_token: FirstToken = FirstToken.DECODE
     decode_step_seconds: float | None = None
+    decode_batch: int | None = None
     queue_seconds: float | None = None
     requests_per_second: float | None = None
     prompt_lengths: NDArray[np.int64] | None = None
@@ -92,6 +99,32 @@ class Promise(msgspec.Struct, frozen=True):
             return self.prefill.seconds(tokens, min(self.prefill.cached_tokens, tokens - 1))
         return self.prefill.prefill.seconds(tokens, cached)
 
+    def first_step_seconds(self) -> float | None:
+        """The first decode step, which follows the prompt where a profile gives it; None: unknown."""
+        if self.decode_step_seconds is not None or self.decode_batch is None:
+            return self.decode_step_seconds
+        if not isinstance(self.prefill, ComputeProfile):
+            return None
+        return self.prefill.decode_seconds(self.decode_batch, self.decode_batch * self.prompt_tokens)
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts the KV leaves."""
+        if self.chunk_tokens is None:
+            return self.groups
+        return max(1, -(-(self.prompt_tokens - self.cached_tokens) // self.chunk_tokens))
+
+    def left_after_first_chunk_seconds(self) -> float:
+        """Prefill that is left when the first chunk whose KV moves is done; with ``chunk_tokens`` only."""
+        assert self.chunk_tokens is not None
+        block = self.pool.block_size or 1
+        computed = min(self.prompt_tokens, self.cached_tokens // block * block + self.chunk_tokens)
+        if isinstance(self.prefill, ComputeProfile):
+            left = self.prefill.prefill.work_seconds(self.prompt_tokens, computed)
+        else:
+            left = (self.prefill_seconds() or 0.0) * (1 - computed / self.prompt_tokens)
+        return min(left, self.prefill_seconds() or 0.0)
+
 
 def check_promise(promise: Promise) -> Promise:
     """The promise, if its numbers can be asked about. Raises InputError naming the field."""
@@ -101,9 +134,10 @@ def check_promise(promise: Promise) -> Promise:
         raise InputError(
             f"cached_tokens: {promise.cached_tokens} is not from 0 to {promise.prompt_tokens}, the prompt"
         )
-    for field in ("groups",):
-        if getattr(promise, field) < 1:
-            raise InputError(f"{field}: {getattr(promise, field)} is not at least 1")
+    for field in ("groups", "chunk_tokens", "decode_batch"):
+        value = getattr(promise, field)
+        if value is not None and value < 1:
+            raise InputError(f"{field}: {value} is not at least 1")
     if promise.way.links < 1:
         raise InputError(f"links: {promise.way.links} is not at least 1")
     if not 0.5 <= promise.way.quantile <= 0.99:
