@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from kvferry.cli import VERBS, run
 from kvferry.link.presets import PRESETS
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def test_alone_it_shows_the_questions_and_their_verbs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,3 +106,67 @@ def test_completion_for_bash_fills_in_verbs_and_options(tmp_path: Path) -> None:
     assert completed("kvferry", "si") == {"size", "simulate"}
     assert "--prompt-tokens" in completed("kvferry", "check", "--prompt-")
     assert completed("kvferry", "demo", "--transport", "t") == {"tcp"}
+
+
+SIZE = "size shape:4x2x64 --tokens 9 "
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "line"),
+    [
+        ("matplotlib", "plot", SIZE + "--plot x.svg"),
+        ("matplotlib", "plot", "plan {examples}/cluster.toml --plot x.svg"),
+        ("uvicorn", "serve", "agent --listen tcp://127.0.0.1:0 --web 127.0.0.1:0"),
+        ("cryptography", "tls", "certs init authority"),
+    ],
+)
+def test_a_package_that_is_missing_is_exit_1_in_every_verb(
+    package: str, extra: str, line: str, tmp_path: Path
+) -> None:
+    """It is this installation that lacks something, whatever the verb; one line says what to install."""
+    shadow = tmp_path / "shadow"
+    shadow.mkdir()
+    (shadow / f"{package}.py").write_text(f"raise ImportError('not here', name={package!r})")
+    paths = os.pathsep.join((str(shadow), *filter(None, [os.environ.get("PYTHONPATH")])))
+    words = line.format(examples=EXAMPLES).split()
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry", *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert done.stderr.endswith(f"; pip install 'kvferry[{extra}]'\n")
+
+
+def test_no_module_calls_a_missing_package_bad_input() -> None:
+    """The rule of the test above, for the packages that it does not go through."""
+    source = Path(str(files("kvferry")))
+    raised = re.compile(r"raise (\w+)\((?:[^()]|\([^()]*\))*pip install 'kvferry")
+    found = {(path.name, kind) for path in source.rglob("*.py") for kind in raised.findall(path.read_text())}
+    assert len(found) > 10
+    assert {kind for _, kind in found} <= {"LocalError", "NoPlanError", "TransportError"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "size shape:4x2x64 --tokens 9 --plot {}.svg",
+        "plan cluster.toml --plot {}.svg",
+        "simulate cluster.toml --rate 5 --plot {}.svg",
+        "probe --loopback --out {}",
+        "report links.json --out {}",
+        "demo --trace {}",
+        "interference http://127.0.0.1:1 --prompt-tokens 64 --out {}",
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not after the hour that was to fill it: none of the files that would be read is there."""
+    monkeypatch.chdir(tmp_path)
+    assert run(line.format(tmp_path / "typo" / "o").split()) == 2
+    out = capsys.readouterr()
+    assert (out.out, out.err.count("\n")) == ("", 1)
+    assert f"there is no folder {tmp_path / 'typo'}" in out.err
+    (tmp_path / "o.svg").mkdir()
+    assert run(line.replace(".svg", "").format(tmp_path / "o.svg").split()) == 2
+    assert "is a folder, not a file" in capsys.readouterr().err

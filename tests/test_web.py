@@ -158,6 +158,63 @@ def test_pages_that_are_open_at_once_are_bounded() -> None:
     asyncio.run(check())
 
 
+async def _ended(reader: asyncio.StreamReader) -> bool:
+    """Whether the server has ended this connection, by its own word or by a reset."""
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(1 << 16):
+            pass
+    return True
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_clients_that_neither_ask_nor_read_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent ones, half a head, half a second head, an answer not read; beyond the most, closed at once."""
+    monkeypatch.setattr("kvferry.web.run.MAX_CONNECTIONS", 4)
+    monkeypatch.setattr("kvferry.serve.patience.PATIENCE_SECONDS", 0.5)
+    get = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    slow = (b"", get, b"POST /now HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n1")
+
+    async def source() -> View:
+        return View("w", 0.0, 1.0, (), None, (), Tallied(), ())
+
+    async def check() -> None:
+        large = b"x" * (64 << 20)  # more than the kernel holds
+        page = LivePage(source, lambda: large)
+        async with serving_page(page, page_options("127.0.0.1:0", None, None)) as url, asyncio.timeout(30):
+            port = int(url.rpartition(":")[2])
+            writers = []
+
+            async def send(data: bytes) -> asyncio.StreamReader:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writers.append(writer)
+                writer.write(data)
+                return reader
+
+            async def answers() -> bool:
+                answer = await send(b"GET /now HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+                with contextlib.suppress(ConnectionError):
+                    return (await answer.read()).startswith(b"HTTP/1.1 200")
+                return False
+
+            unread = await send(get + b"\r\n")  # first, so that its slot is its own
+            readers = [await send(data) for data in slow]
+            assert await _ended(await send(b"")), "a fifth connection, while four are open"
+            assert all([await _ended(reader) for reader in readers])
+            monkeypatch.setattr("kvferry.serve.patience.PATIENCE_SECONDS", 60.0)
+            _ = [await send(b"") for _ in range(3)]
+            while not await answers():  # until the slot of what nobody reads is free too
+                pass
+            received = 0
+            with contextlib.suppress(ConnectionError):
+                while part := await unread.read(1 << 20):
+                    received += len(part)
+            assert received < len(large)
+            for writer in writers:
+                writer.close()
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -53,7 +53,7 @@ def test_the_four_questions_without_an_extra(tmp_path: Path) -> None:
     checked = kvferry("check", "shape:2x1x64", "--link", "links.json", *asked, "--json", cwd=tmp_path)
     assert json.loads(checked.stdout)["verdict"] in {"holds", "unknown"}, checked.stderr
     reported = kvferry("report", "links.json", "--out", "x.html", cwd=tmp_path)
-    assert reported.returncode == 2
+    assert reported.returncode == 1
     assert reported.stderr == "kvferry: report: needs plotly; pip install 'kvferry[report]'\n"
     shown = kvferry("demo", "--tokens", "4", "--prompt", "hi", "--json", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
@@ -83,6 +83,6 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(
     """One line on stderr, nothing on stdout, no traceback, no success."""
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     done = kvferry(*line.replace("{}", "schema.json").split(), cwd=tmp_path)
-    assert done.returncode in {1, 2}
+    assert done.returncode == 1  # this installation lacks something; nothing is wrong with what was asked
     assert (done.stdout, done.stderr.count("\n")) == ("", 1), done.stderr
     assert f"pip install 'kvferry[{extra}]'" in done.stderr

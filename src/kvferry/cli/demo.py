@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from kvferry.cli.options import Flag, Whole
+from kvferry.cli.output import check_out
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def demo(
     options = (flags or DemoFlags()).options()
     if serve:
         return _serve(options, listen, as_json=as_json)
+    check_out(trace, "trace")
     with StageBars() as bars:
         result = run_demo(options, bars.update)
     if trace is not None:

@@ -11,6 +11,7 @@ import msgspec
 from cyclopts import Parameter
 
 from kvferry.cli.options import Whole
+from kvferry.cli.output import check_out
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def interference(
     from kvferry.cli.bars import Bars
     from kvferry.cli.interference_show import STAGES, show, write
 
+    check_out(out, "out")
     options = check_options((flags or InterferenceFlags()).options(url))
     with Bars(STAGES) as bars:
         measured = asyncio.run(measure(options, bars.update))

@@ -52,6 +52,7 @@ def plan(
     plot
         Draw the candidates to this file (.svg, .png, .pdf); needs the extra `plot`.
     """
+    from kvferry.cli.output import Picture
     from kvferry.cli.plan_cluster import open_cluster
     from kvferry.cli.plan_table import print_json, print_tables
     from kvferry.plan.choose import demand_of
@@ -61,6 +62,7 @@ def plan(
         raise InputError(f"rate: {rate} is not above 0")
     check_range("requests", requests, 50, 10**6)
     check_range("seed", seed, 0, 2**63)
+    picture = None if plot is None else Picture(plot)
     opened = open_cluster(cluster, trace, rate)
     table = opened.file.plan
     from kvferry.plan.choose import make_plan
@@ -87,10 +89,10 @@ def plan(
     )
     demand = demand_of(opened.rows)
     equations = explain_plan(opened.cluster, demand, result) if explain else ()
-    if plot is not None:
+    if picture is not None:
         from kvferry.cli.plan_plot import draw_plan
 
-        draw_plan(plot, result)
+        draw_plan(picture, result)
     if as_json:
         print_json(str(cluster), opened.cluster, result, equations)
     else:

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from kvferry.cli.identity import identity_of
 from kvferry.cli.options import Flag, Whole
+from kvferry.cli.output import check_out
 from kvferry.errors import InputError, KVFerryError
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def probe(
         Print one JSON object.
     """
     flags, payload = flags or ProbeFlags(), payload or PayloadFlags()
+    check_out(out, "out")
     addresses = [] if flags.ray else _addresses(peers, flags)
 
     from kvferry.cli.probe_payload import wanted_payloads

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_type_hints
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, LocalError
 from kvferry.plan.sim_request import RequestRecord
 
 __all__ = ["RecordsFile"]
@@ -73,7 +73,7 @@ def _open_parquet(path: Path) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise InputError("records: Parquet needs pyarrow; pip install 'kvferry[plan]'") from error
+        raise LocalError("records: Parquet needs pyarrow", next_step="pip install 'kvferry[plan]'") from error
     fields = [(name, _TYPES[kind]) for name, kind in get_type_hints(RequestRecord).items()]
     return pq.ParquetWriter(path, pa.schema([(name, getattr(pa, kind)()) for name, kind in fields]))
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from kvferry.cli.output import check_out
 from kvferry.errors import InputError
 
 __all__ = ["report"]
@@ -35,6 +36,7 @@ def report(
 
     if not files:
         raise InputError("files: give at least one")
+    check_out(out, "out")
     inputs = [read_input(path) for path in files]
     page = render(inputs)
     try:

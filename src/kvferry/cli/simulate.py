@@ -75,10 +75,12 @@ def simulate(
     plot
         Draw TTFT and TPOT of the runs to this file; needs the extra `plot`.
     """
+    from kvferry.cli.output import Picture
     from kvferry.cli.simulate_table import print_json, print_tables
     from kvferry.cli.sweep import Scenario, absolute, run_scenarios
 
     _check(rate, requests, jobs, seed)
+    picture = None if plot is None else Picture(plot)
     kills = tuple(parse_kill(text) for text in kill)
     scenarios = [
         Scenario(
@@ -101,10 +103,10 @@ def simulate(
         if records is not None:
             raise InputError("records: are of one run; this is a sweep of several")
         results = _with_progress(lambda: run_scenarios(scenarios, jobs, ray), len(scenarios))
-    if plot is not None:
+    if picture is not None:
         from kvferry.cli.simulate_plot import draw_runs
 
-        draw_runs(plot, scenarios, results)
+        draw_runs(picture, scenarios, results)
     if as_json:
         print_json(scenarios, results)
     else:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from kvferry.cli.output import Picture
 from kvferry.cli.sweep import Scenario
-from kvferry.errors import InputError
 from kvferry.plan.sim_result import Result
 
 __all__ = ["draw_runs"]
@@ -14,16 +13,12 @@ __all__ = ["draw_runs"]
 _SHADES = (("p50", "C0"), ("p90", "C1"), ("p99", "C3"))
 
 
-def draw_runs(path: Path, scenarios: Sequence[Scenario], results: Sequence[Result]) -> None:
+def draw_runs(picture: Picture, scenarios: Sequence[Scenario], results: Sequence[Result]) -> None:
     """Write the picture: one group of bars a run, TTFT above, TPOT below.
 
-    Raises InputError where matplotlib is missing or the file cannot be written.
+    Raises InputError where the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError("plot: needs matplotlib; pip install 'kvferry[plot]'") from error
-    figure = Figure(figsize=(max(6.0, 1.5 + 1.2 * len(results)), 6), layout="constrained")
+    figure = picture.figure(max(6.0, 1.5 + 1.2 * len(results)), 6)
     names = [s.policy + ("" if s.rate is None else f"\n{s.rate:g}/s") for s in scenarios]
     for panel, field in enumerate(("ttft", "tpot")):
         axes = figure.add_subplot(2, 1, panel + 1)
@@ -35,7 +30,4 @@ def draw_runs(path: Path, scenarios: Sequence[Scenario], results: Sequence[Resul
         axes.set_ylabel(f"{field.upper()}, s")
         axes.grid(visible=True, axis="y", alpha=0.3)
         axes.legend(fontsize=8)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"plot: cannot write {path}: {error}") from error
+    picture.save(figure)

@@ -89,8 +89,9 @@ def size(
     plot
         Draw bytes over tokens to this file (.svg, .png, .pdf); needs the extra `plot`.
     """
+    from kvferry.cli.output import Picture
     from kvferry.cli.size_models import size_models
-    from kvferry.cli.size_plot import draw, picture_format
+    from kvferry.cli.size_plot import draw
     from kvferry.cli.size_table import print_json, print_tables
     from kvferry.cli.streams import say
 
@@ -98,13 +99,13 @@ def size(
         raise InputError("MODEL: give a config.json, a folder with one, or shape:LAYERSxKV_HEADSxHEAD_DIM")
     if options.draft_layers is not None and options.draft is None:
         raise InputError("draft_layers: given without --draft")
-    picture = None if plot is None else picture_format(plot)
+    picture = None if plot is None else Picture(plot)
     sized = size_models(models, options)
     for entry in sized:
         for warning in entry.size.warnings:
             say(f"{entry.name}: {warning}")
-    if plot is not None and picture is not None:
-        draw(plot, picture, sized)
+    if picture is not None:
+        draw(picture, sized)
         say(f"drew {plot}")
     if as_json:
         print_json(sized)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.errors import InputError
+from kvferry.cli.output import Picture
 from kvferry.size import MAX_TOKENS
 from kvferry.units import format_bytes
 
@@ -15,21 +14,10 @@ if TYPE_CHECKING:
     from kvferry.model import ModelShape
     from kvferry.size import KVSize
 
-__all__ = ["curve", "draw", "picture_format", "token_counts", "window_dots"]
-
-_FORMATS = ("svg", "png", "pdf")
+__all__ = ["curve", "draw", "token_counts", "window_dots"]
 
 _POINTS_PER_DOUBLING = 8
 _MIN_LAST_TOKENS = 2**17
-
-
-def picture_format(path: Path) -> str:
-    """The format that the file's name ends in; another end is an InputError, before anything is drawn."""
-    ending = path.suffix.removeprefix(".").lower()
-    if ending not in _FORMATS:
-        known = ", ".join(f".{name}" for name in _FORMATS)
-        raise InputError(f"plot: {str(path)!r} does not end in one of {known}")
-    return ending
 
 
 def token_counts(asked: int) -> list[int]:
@@ -55,16 +43,12 @@ def _window_tokens(shape: ModelShape, last: int) -> list[int]:
     return sorted({group.limit_tokens for group in shape.groups if 0 < group.limit_tokens <= last})
 
 
-def draw(path: Path, picture: str, sized: Sequence[SizedModel]) -> None:
+def draw(picture: Picture, sized: Sequence[SizedModel]) -> None:
     """Write the picture: total bytes per model, its constant part dashed, a dot where a window fills.
 
-    Raises InputError where matplotlib is missing or the file cannot be written.
+    Raises InputError where the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError("plot: needs matplotlib; pip install 'kvferry[plot]'") from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = picture.figure(8, 5)
     axes = figure.add_subplot()
     tokens = sized[0].options.tokens
     counts = token_counts(tokens)
@@ -83,8 +67,4 @@ def draw(path: Path, picture: str, sized: Sequence[SizedModel]) -> None:
     axes.set_title("state of one request; dots: a window is full; dashed: constant part", fontsize=10)
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend(fontsize=8)
-    try:
-        figure.savefig(path, format=picture)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"plot: cannot write {path}: {reason}") from error
+    picture.save(figure)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.errors import InputError
+from kvferry.errors import LocalError
 from kvferry.plan.sim_result import Result
 from kvferry.plan.simulate import Kill
 
@@ -53,7 +53,7 @@ def _on_ray(scenarios: Sequence[Scenario], address: str) -> Iterator[Result]:
     try:
         import ray
     except ImportError as error:
-        raise InputError("ray: needs Ray; pip install 'kvferry[ray]'") from error
+        raise LocalError("ray: needs Ray", next_step="pip install 'kvferry[ray]'") from error
     ray.init(address=None if address == "local" else address, log_to_driver=False)
     try:
         remote: Callable[..., Any] = ray.remote(run_scenario)

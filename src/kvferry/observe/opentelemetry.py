@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from kvferry.errors import InputError, KVFerryError
+from kvferry.errors import KVFerryError, LocalError
 from kvferry.transfer import Ended
 
 try:
     from opentelemetry import trace
 except ImportError as error:
-    raise InputError("spans: needs opentelemetry-api; pip install 'kvferry[otel]'") from error
+    raise LocalError("spans: needs opentelemetry-api", next_step="pip install 'kvferry[otel]'") from error
 
 __all__ = ["Spans"]
 

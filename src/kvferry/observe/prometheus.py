@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvferry.errors import InputError, KVFerryError
+from kvferry.errors import KVFerryError, LocalError
 from kvferry.transfer import Ended, Stats
 
 try:
@@ -16,7 +16,9 @@ try:
 
     from kvferry.observe.samples import Sample, Samples
 except ImportError as error:
-    raise InputError("metrics: needs prometheus-client; pip install 'kvferry[metrics]'") from error
+    raise LocalError(
+        "metrics: needs prometheus-client", next_step="pip install 'kvferry[metrics]'"
+    ) from error
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, LocalError
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.compute_fit import ComputeSample, fit_profile
 
@@ -30,7 +30,7 @@ def aiconfigurator_profile(name: str, estimate: Callable[..., Any] | None = None
         name: as above.
         estimate: aiconfigurator's ``cli_estimate``; None: from the package.
 
-    Raises InputError for a name that cannot be read, without the package, and for what it refuses.
+    Raises InputError for a name that cannot be read and for what it refuses, LocalError without the package.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -69,5 +69,7 @@ def _load() -> tuple[Callable[..., Any], str]:
 
         from aiconfigurator.cli.api import cli_estimate  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise InputError("profile: needs aiconfigurator; pip install 'kvferry[aiconfigurator]'") from error
+        raise LocalError(
+            "profile: needs aiconfigurator", next_step="pip install 'kvferry[aiconfigurator]'"
+        ) from error
     return cli_estimate, version("aiconfigurator")

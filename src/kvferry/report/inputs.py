@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, LocalError
 from kvferry.link.load import load_links
 from kvferry.link.profile import FORMAT, LinkFile
 
@@ -93,7 +93,9 @@ def _parquet(path: Path) -> dict[str, list[Any]]:
         import pyarrow as pa  # noqa: PLC0415 - the extra `plan`
         import pyarrow.parquet as pq  # noqa: PLC0415
     except ImportError as error:
-        raise InputError("report: a Parquet file needs pyarrow; pip install 'kvferry[plan]'") from error
+        raise LocalError(
+            "report: a Parquet file needs pyarrow", next_step="pip install 'kvferry[plan]'"
+        ) from error
     try:
         table = pq.read_table(path)
     except pa.ArrowException as error:

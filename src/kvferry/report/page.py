@@ -11,7 +11,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, LocalError
 from kvferry.report.answers import check_section, demo_section
 from kvferry.report.chart import Chart, Section
 from kvferry.report.clusters import plan_section, records_section, simulation_section
@@ -33,12 +33,12 @@ _SECTIONS: dict[Kind, Callable[[Any, str], Section]] = {
 def render(inputs: Sequence[Input]) -> str:
     """The report of these files, in their order.
 
-    Raises InputError naming the file whose content lacks something, or when Plotly is missing.
+    Raises InputError naming the file whose content lacks something, LocalError when Plotly is missing.
     """
     try:
         from plotly.offline import get_plotlyjs  # noqa: PLC0415 - the extra `report`
     except ImportError as error:
-        raise InputError("report: needs plotly; pip install 'kvferry[report]'") from error
+        raise LocalError("report: needs plotly", next_step="pip install 'kvferry[report]'") from error
     sections = [_section(given) for given in inputs]
     figures = [chart.figure for section in sections for chart in section.charts]
     now = dt.datetime.now(dt.UTC)

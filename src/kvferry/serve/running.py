@@ -11,6 +11,8 @@ from typing import Any
 
 import uvicorn
 
+from kvferry.serve.patience import PatientProtocol
+
 __all__ = ["run_app"]
 
 _GRACE_SECONDS = 5
@@ -34,6 +36,8 @@ def run_app(
         log_level="warning",
         access_log=False,
         lifespan="on",
+        http=PatientProtocol,
+        ws="none",
         timeout_graceful_shutdown=2 * _GRACE_SECONDS,
     )
     server = _Server(config, on_ready, on_end, on_shutdown)

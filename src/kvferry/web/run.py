@@ -14,6 +14,7 @@ import uvicorn
 from kvferry.errors import InputError
 from kvferry.serve.listening import bound_socket, is_loopback_host
 from kvferry.serve.options import host_port
+from kvferry.serve.patience import PatientProtocol
 from kvferry.transport.security import Identity
 from kvferry.web.app import LivePage
 from kvferry.web.guard import read_token
@@ -21,6 +22,8 @@ from kvferry.web.guard import read_token
 __all__ = ["PageOptions", "page_options", "serving_page"]
 
 _END_SECONDS = 2
+# Beyond the first a request is told so; beyond the second a connection is closed as it comes.
+_MAX_REQUESTS, MAX_CONNECTIONS = 64, 128
 
 
 class PageOptions(msgspec.Struct, frozen=True):
@@ -67,16 +70,19 @@ async def serving_page(page: LivePage, options: PageOptions) -> AsyncIterator[st
     identity = options.identity
     config = uvicorn.Config(
         page.app,
-        log_level="warning",
+        log_level="error",  # a line for each bad request would be its client's to multiply
         access_log=False,
         lifespan="off",
+        http=PatientProtocol,
+        ws="none",
         timeout_graceful_shutdown=_END_SECONDS,
-        limit_concurrency=64,
+        limit_concurrency=_MAX_REQUESTS,
         ssl_certfile=None if identity is None else identity.certificate,
         ssl_keyfile=(identity.key or None) if identity is not None else None,
     )
     scheme = "http" if identity is None else "https"
-    with bound_socket(options.listen, field="web", scheme=scheme) as (sock, url):
+    socket_at = bound_socket(options.listen, field="web", scheme=scheme, connections=MAX_CONNECTIONS)
+    with socket_at as (sock, url):
         server = _Server(config)
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         answers = asyncio.ensure_future(server.answers.wait())
