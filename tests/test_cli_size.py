@@ -134,17 +134,6 @@ def test_plot_draws_all_models(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(json.loads(printed.out)["models"]) == 2
 
 
-def test_plot_without_matplotlib_is_one_line(tmp_path: Path) -> None:
-    """Without the extra, ``--plot`` is refused in one line that says what to install."""
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
-    result = process(
-        "size", "shape:4x2x64", "--tokens", 1, "--plot", tmp_path / "o.svg", PYTHONPATH=str(tmp_path)
-    )
-    assert result.returncode == 1
-    assert "plot" in one_line(result)
-    assert "kvferry[plot]" in result.stderr
-
-
 def test_help_needs_no_extra() -> None:
     """``kvferry size --help`` works with no optional package, and lists every option."""
     program = (
