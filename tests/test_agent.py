@@ -411,6 +411,10 @@ def taken() -> Iterator[str]:
         (["--listen", "127.0.0.1:0", "--name", "n" * 129], 2, "name"),
         (["--listen", "127.0.0.1:0", "--authority", "ca.pem"], 2, "cert"),
         (["--listen", "127.0.0.1:0", "--cert", "/no/such.pem"], 2, "/no/such.pem"),
+        (["--listen", "127.0.0.1:0", "--data", "10.0.0.1:7401"], 2, "does not begin with a transport"),
+        (["--listen", "127.0.0.1:0", "--data", "tpc://127.0.0.1:0"], 2, "did you mean tcp?"),
+        (["--listen", "127.0.0.1:0", "--data", "tcp://127.0.0.1"], 2, "HOST:PORT"),
+        (["--listen", "127.0.0.1:0", "--data", "tcp://a:1", "--data", "tcp://a:2"], 2, "two addresses"),
     ],
 )
 def test_an_agent_that_cannot_listen_says_why(

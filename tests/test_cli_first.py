@@ -54,6 +54,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("agent --listen tcp://127.0.0.1:0?plian=yes", "plain?"),
         ("size shape:1x1x8 --tokens 4 --kv-dtype fp8_e4m", "fp8_e4m3?"),
         ("check shape:1x1x8 --link ib-ndr40 --prompt-tokens 4 --ttft 1s --prefill-seconds 1", "ib-ndr400?"),
+        ("--versoin", "--version?"),
+        ("agent --lissten tcp://127.0.0.1:0", "--listen"),
         ("plan CLUSTER", "ttft?"),
         ("plan POLICY", "network_cost?"),
         (

@@ -166,6 +166,7 @@ def test_the_unit_is_one_and_is_hardened(tmp_path: Path) -> None:
             ["systemd-analyze", *words, str(unit)], capture_output=True, text=True, timeout=60, check=False
         )
 
+    assert "RestartPreventExitStatus=2" in text  # a wrong option is as wrong the next time
     done = analyse("verify", "--man=no", "--recursive-errors=no")
     assert (done.returncode, done.stderr) == (0, "")
     done = analyse("security", "--offline=yes", "--threshold=25", "--no-pager")

@@ -15,7 +15,7 @@ import cyclopts
 from cyclopts import App
 
 from kvferry.cli.streams import discard_stdout, prepare_streams, say
-from kvferry.errors import InputError, KVFerryError
+from kvferry.errors import InputError, KVFerryError, did_you_mean
 
 __all__ = ["VERBS", "app", "main", "run"]
 
@@ -116,8 +116,20 @@ def _say(message: str, status: int) -> int:
 
 
 def _usage(error: cyclopts.CycloptsError) -> str:
-    if not isinstance(error, cyclopts.MissingArgumentError):
-        return " ".join(str(error).split())
+    said = " ".join(str(error).split())
+    if isinstance(error, cyclopts.UnknownCommandError):
+        word = (error.unused_tokens or [""])[0]
+        if word == "help":
+            return "help: is an option, `kvferry --help` or `kvferry VERB --help`"
+        if word.startswith("-"):
+            options = ("--version", "--help", "--install-completion")
+            return (
+                f"{word}: not an option of kvferry itself{did_you_mean(word, options)}; see `kvferry --help`"
+            )
+        return said
+    # One that is needed and mistyped is both: said as the word that is there, not as the one that is not.
+    if not isinstance(error, cyclopts.MissingArgumentError) or "Did you mean" in said:
+        return said
     name = error.keyword or (error.argument.name if error.argument is not None else "an argument")
     command = " ".join(("kvferry", *(error.command_chain or ())))
     return f"{name}: needed, with a value; see `{command} --help`"

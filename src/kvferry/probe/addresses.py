@@ -7,13 +7,13 @@ import itertools
 import os
 from collections.abc import Sequence
 
-from kvferry.errors import InputError
-from kvferry.transport.address import Address, parse_address
+from kvferry.errors import InputError, LocalError
+from kvferry.transport.address import Address, parse_address, parse_host_port
 from kvferry.transport.registry import transport_for
 from kvferry.transport.security import Plain
 from kvferry.transport.tcp import TcpTransport
 
-__all__ = ["check_reachable", "data_addresses", "is_loopback", "loopback_address", "plain_of"]
+__all__ = ["check_data", "check_reachable", "data_addresses", "is_loopback", "loopback_address", "plain_of"]
 
 _OPTIONS = ("plain", "streams", "contact")
 _numbers = itertools.count()
@@ -30,6 +30,26 @@ def check_reachable(address: str) -> None:
             f"listen: {ip} is every interface at once; give the address by which other nodes reach this one, "
             "or add ?contact=HOST:PORT"
         )
+
+
+def check_data(given: Sequence[str]) -> None:
+    """Whether a probe could listen there: one address of a transport, which works here.
+
+    Raises InputError for what cannot be read, LocalError for a transport without its library.
+    """
+    schemes = set()
+    for address in given:
+        scheme, mark, _ = address.partition("://")
+        if not mark:
+            raise InputError(f"data: {address!r} does not begin with a transport; write tcp://HOST:PORT")
+        kind = transport_for(scheme)
+        if scheme in schemes:
+            raise InputError(f"data: {scheme} has two addresses; a probe listens once for each transport")
+        schemes.add(scheme)
+        if issubclass(kind, TcpTransport):
+            parse_host_port(parse_address(address, scheme, kind.options))
+        if (why := kind.unavailable()) is not None:
+            raise LocalError(f"data: {scheme} does not work here: {why}")
 
 
 def is_loopback(address: str) -> bool:

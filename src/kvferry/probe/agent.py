@@ -24,7 +24,7 @@ import numpy as np
 
 from kvferry.errors import CapacityError, IncompatibleError, InputError, KVFerryError, LocalError, PeerError
 from kvferry.probe import words as w
-from kvferry.probe.addresses import check_reachable, data_addresses, plain_of
+from kvferry.probe.addresses import check_data, check_reachable, data_addresses, plain_of
 from kvferry.probe.facts import host_facts, host_id, software, transport_facts
 from kvferry.probe.snapshot import AgentSnapshot, ProbeSnapshot
 from kvferry.probe.worker import Worker
@@ -122,6 +122,7 @@ class Agent:
         Raises InputError, TransportError; nothing is held after either.
         """
         check_reachable(address)
+        check_data(data)
         for field, value, most in (("name", name, 128), ("zone", zone, 64)):
             if len(value) > most:
                 raise InputError(f"{field}: {len(value)} characters, more than {most}")

@@ -67,6 +67,8 @@ def find_peers(
 
 
 def _lines(name: str, field: str) -> Iterator[str]:
+    if not name:
+        raise InputError(f"{field}: '@' is followed by no file; write @FILE")
     try:
         with Path(name).open("rb") as file:
             data = file.read(MAX_FILE_NBYTES + 1)
