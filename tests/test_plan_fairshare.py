@@ -69,7 +69,7 @@ def test_the_network_is_a_walk_with_fair_rates(tangle: tuple[list[SharedLink], l
     run(events)
     expected = walk([link.bytes_per_second for link in links], specs)
     assert ends == pytest.approx(expected, rel=1e-6)
-    assert network.delivered_nbytes == pytest.approx(sum(spec[0] for spec in specs))
+    assert network.carried_nbytes == pytest.approx(sum(spec[0] for spec in specs))
     for number, link in enumerate(links):
         assert link.work_nbytes == pytest.approx(sum(spec[0] for spec in specs if number in spec[2]))
         assert not link.flows
@@ -130,7 +130,7 @@ def test_a_dropped_flow_leaves_its_share() -> None:
     run(events)
     assert ends == pytest.approx([4 + 30 / 10])
     assert gone.left == pytest.approx(980)
-    assert network.delivered_nbytes == pytest.approx(70)
+    assert network.carried_nbytes == pytest.approx(70)
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6])

@@ -85,7 +85,7 @@ class Network:
 
     def __init__(self, events: Events) -> None:
         self._events = events
-        self.delivered_nbytes = 0.0
+        self.carried_nbytes = 0.0
 
     def start(self, now: float, flow: Flow) -> None:
         """Begin to move; ``flow.call(then, flow.argument)`` when its last byte is there."""
@@ -130,7 +130,7 @@ class Network:
 
     def _count(self, flow: Flow, moved: float) -> None:
         flow.left -= moved
-        self.delivered_nbytes += moved * flow.payload_share
+        self.carried_nbytes += moved * flow.payload_share
         for link in flow.path:
             link.work_nbytes += moved * link.takes(flow)
 

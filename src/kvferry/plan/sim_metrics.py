@@ -69,16 +69,25 @@ class Tally:
     """All that is counted of requests that ended."""
 
     __slots__ = (
-        *("_targets", "attained", "bytes_sent", "decode_hits", "done", "exposed", "failed", "handoffs"),
-        *("output_tokens", "prefill_hits", "prompt_tokens", "retried", "room_wait", "tpot", "tpot_attained"),
+        *(
+            "_targets",
+            "attained",
+            "decode_hits",
+            "done",
+            "exposed",
+            "failed",
+            "output_tokens",
+            "prefill_hits",
+        ),
+        *("prompt_tokens", "retried", "room_wait", "tpot", "tpot_attained"),
         *("transfer", "ttft", "ttft_attained", "wait"),
     )
 
     def __init__(self, targets: Targets) -> None:
         self._targets = targets
-        self.done = self.failed = self.retried = self.handoffs = 0
+        self.done = self.failed = self.retried = 0
         self.attained = self.ttft_attained = self.tpot_attained = 0
-        self.prompt_tokens = self.output_tokens = self.prefill_hits = self.decode_hits = self.bytes_sent = 0
+        self.prompt_tokens = self.output_tokens = self.prefill_hits = self.decode_hits = 0
         self.ttft, self.tpot, self.wait = Histogram(), Histogram(), Histogram()
         self.transfer, self.exposed, self.room_wait = Histogram(), Histogram(), Histogram()
 
@@ -103,8 +112,6 @@ class Tally:
         if record.tpot_seconds is not None:
             self.tpot.add(record.tpot_seconds)
         if record.wire_bytes:
-            self.handoffs += 1
-            self.bytes_sent += record.wire_bytes
             self.transfer.add(record.transfer_seconds)
             self.exposed.add(record.exposed_seconds)
             self.room_wait.add(record.room_wait_seconds)

@@ -27,8 +27,9 @@ class Result(msgspec.Struct, frozen=True):
     """What a run says. Rates are per second of ``span_seconds``, from the first arrival to the last end.
 
     ``goodput`` counts requests that kept to both targets; ``slo_attainment`` their share.
-    ``bytes_started`` and ``bytes_delivered`` are of finished and dropped handoffs alike. ``handoffs_too_far``
-    were larger than a measured tier's measurements reach (decision 0160). ``is_measured`` is False where a
+    ``bytes_sent`` is of all ``handoffs`` that began, those of later attempts and of requests that failed too;
+    ``bytes_delivered`` of what arrived whole, by what the links carried; ``bytes_dropped`` of those that a
+    failure broke off: sent is delivered and dropped. ``handoffs_too_far`` were larger than a measured tier's measurements reach (decision 0160). ``is_measured`` is False where a
     tier that was used is unmeasured, or where more than 1 % of the handoffs are too far: the percentiles
     go up to 99.
     """
@@ -55,7 +56,7 @@ class Result(msgspec.Struct, frozen=True):
     handoffs: int
     bytes_sent: int
     bytes_delivered: float
-    bytes_dropped: float
+    bytes_dropped: int
     handoffs_too_far: int
     is_measured: bool
 
@@ -66,8 +67,10 @@ def result_of(
     *,
     span_seconds: float,
     prefill_busy_seconds: Sequence[float],
+    handoffs: int,
+    sent_nbytes: int,
     delivered_nbytes: float,
-    dropped_nbytes: float,
+    dropped_nbytes: int,
     handoffs_too_far: int,
 ) -> Result:
     """Everything that was counted, as shares and rates."""
@@ -95,12 +98,12 @@ def result_of(
         link_utilisation=_utilisation(wires, per_second),
         prefill_utilisation=sum(prefill_busy_seconds) * per_second / len(prefill_busy_seconds),
         prefix_hit_share=tally.prefill_hits / tally.prompt_tokens if tally.prompt_tokens else 0.0,
-        handoffs=tally.handoffs,
-        bytes_sent=tally.bytes_sent,
+        handoffs=handoffs,
+        bytes_sent=sent_nbytes,
         bytes_delivered=delivered_nbytes,
         bytes_dropped=dropped_nbytes,
         handoffs_too_far=handoffs_too_far,
-        is_measured=wires.is_measured and handoffs_too_far <= 0.01 * tally.handoffs,
+        is_measured=wires.is_measured and handoffs_too_far <= 0.01 * handoffs,
     )
 
 

@@ -118,7 +118,8 @@ class Simulation:
         self._arrived = 0
         self._first_arrival = 0.0
         self._last_end = 0.0
-        self._dropped = 0.0
+        self._handoffs = self._sent_nbytes = self._dropped_nbytes = 0
+        self._broken_off_nbytes = 0.0
         self._too_far = 0
 
     def _workers(self) -> tuple[list[PrefillWorker | ColocatedWorker], list[DecodeWorker]]:
@@ -268,6 +269,8 @@ class Simulation:
             return
         share = request.nbytes / work
         request.flow = Flow(work, load.bytes_per_second, path, self._sent, request, payload_share=share)
+        self._handoffs += 1
+        self._sent_nbytes += request.nbytes
         self.network.start(now, request.flow)
 
     def _sent(self, now: float, request: Request) -> None:
@@ -335,7 +338,8 @@ class Simulation:
     def _drop_flow(self, now: float, request: Request) -> None:
         if request.flow is not None:
             self.network.drop(now, request.flow)
-            self._dropped += request.nbytes - request.flow.left * request.flow.payload_share
+            self._dropped_nbytes += request.nbytes
+            self._broken_off_nbytes += request.nbytes - request.flow.left * request.flow.payload_share
             request.flow = None
 
     def _revive(self, now: float, name: str) -> None:
@@ -355,8 +359,11 @@ class Simulation:
             self.wires,
             span_seconds=self._last_end - self._first_arrival,
             prefill_busy_seconds=[worker.busy_seconds for worker in self._prefill],
-            delivered_nbytes=self.network.delivered_nbytes,
-            dropped_nbytes=self._dropped,
+            handoffs=self._handoffs,
+            sent_nbytes=self._sent_nbytes,
+            # What a broken one had moved is with no one.
+            delivered_nbytes=self.network.carried_nbytes - self._broken_off_nbytes,
+            dropped_nbytes=self._dropped_nbytes,
             handoffs_too_far=self._too_far,
         )
 
