@@ -144,15 +144,30 @@ def test_plot_draws_the_candidates(few: Path, tmp_path: Path) -> None:
     [
         ([("[slo]", "[slow]")], (), "line 8: slow: unknown key"),
         ([('tpot = "60ms"', 'tpot = "60"')], (), "line 10: slo.tpot: '60' has no unit"),
-        ([('"splitwise-llama2-70b-h100-tp4"', '"splitwise"')], (), "no published profile"),
-        ([('domain = { rate = "371 GB/s"', 'domain = { file = "no.json"')], (), "no.json"),
+        ([('tpot = "60ms"', "tpot = 60")], (), "line 10: slo.tpot: is a number, no text; it needs its unit"),
+        (
+            [('"47 GB/s"', "47")],
+            (),
+            'links.rack.rate: is a number, no text; it needs its unit, as in "47 GB/s"',
+        ),
+        (
+            [('"splitwise-llama2-70b-h100-tp4"', '"splitwise"')],
+            (),
+            "line 40: gpus.h100.profiles: profile: 'splitwise' is no file and no published profile",
+        ),
+        (
+            [('domain = { rate = "371 GB/s", start = "100us", measured', 'domain = { file = "no.json" } #')],
+            (),
+            "line 54: links.domain: link: ",
+        ),
+        ([('kv_dtype = "fp16"', 'kv_dtype = "fp17"')], (), "line 5: kv_dtype: 'fp17'"),
         ([], ("--rate", "0"), "rate"),
         ([], ("--seed", "-1"), "seed"),
         ([], ("--requests", "1" + "0" * 30), "requests"),
         ([("[slo]", "x = " + "[" * 5000 + "\n[slo]")], (), "cannot be read"),
         ([("[slo]", "x = " + "9" * 5000 + "\n[slo]")], (), "cannot be read"),
         ([], ("--trace", "no.csv"), "no.csv"),
-        ([('model = "shape:80x8x128"', 'model = "nothing"')], (), "nothing"),
+        ([('model = "shape:80x8x128"', 'model = "nothing"')], (), "line 4: model: "),
     ],
 )
 def test_bad_input_is_one_line(

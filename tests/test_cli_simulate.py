@@ -225,6 +225,26 @@ def test_bad_input_is_one_line(
     assert says in printed.err
 
 
+def test_a_fleet_that_cannot_be_is_named_with_its_line(
+    mooncake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong with the file as a whole has its file, line and key too."""
+    for (old, new), says in {
+        (
+            "tp = 4, count = 4 }",
+            "tp = 3, count = 4 }",
+        ): "line 65: fleet.decode.tp: no profile of h100 with tp 3",
+        ('decode = { gpu = "h100"', 'decode = { gpu = "h200"'): "line 65: fleet.decode.gpu: 'h200' is not",
+        ("tp = 4, count = 4 }", "tp = 4, count = 40 }"): "line 63: fleet: no room for",
+    }.items():
+        path = edited(tmp_path, (old, new))
+        assert simulate("--trace", mooncake, cluster=path) > 0
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+        assert f"{path}, {says}" in printed.err
+
+
 def test_a_bad_row_late_in_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row that goes back in time is named with its line."""
     path = tmp_path / "trace.jsonl"

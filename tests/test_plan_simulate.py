@@ -336,7 +336,7 @@ def test_every_request_ends_once_and_bytes_are_conserved(
         assert found.failed == 0
         assert (found.bytes_sent, found.bytes_dropped) == (wire, 0)
         assert found.handoffs == sum(record.wire_bytes > 0 for record in kept)
-    # A handoff that was done before decode failed is done again: more is sent than those that ended well took.
+    # A handoff that was done before decode failed is done again: more is sent than the last ones took.
     assert found.bytes_sent >= wire
     assert found.bytes_delivered + found.bytes_dropped == pytest.approx(found.bytes_sent, rel=1e-9, abs=1)
     for record in kept:

@@ -12,7 +12,7 @@ import numpy as np
 from kvferry.cli.plan_files import load_profile, open_trace, read_text
 from kvferry.errors import InputError
 from kvferry.plan.cluster import Cluster, build_cluster
-from kvferry.plan.cluster_file import parse_cluster
+from kvferry.plan.cluster_file import parse_cluster, placed
 from kvferry.plan.cluster_tables import ClusterFile
 from kvferry.plan.trace import TraceRow
 
@@ -39,6 +39,7 @@ class Opened(msgspec.Struct, frozen=True):
         requests_per_second: as given, else the trace's own.
         is_rate_stated: whether it was given.
         trace: the trace file, or None for lengths.
+        source, text: the file as a message names it, and what is in it.
     """
 
     file: ClusterFile
@@ -47,13 +48,16 @@ class Opened(msgspec.Struct, frozen=True):
     requests_per_second: float
     is_rate_stated: bool
     trace: Path | None
+    source: str
+    text: str
 
 
 def open_cluster(path: Path, trace: Path | None = None, rate: float | None = None) -> Opened:
     """Read it all; ``trace`` and ``rate`` replace the file's own, a trace both. Raises InputError."""
     from kvferry.model import load_shape
 
-    file = parse_cluster(read_text(path, "cluster"), f"cluster: {path}")
+    text, source = read_text(path, "cluster"), f"cluster: {path}"
+    file = parse_cluster(text, source)
     folder = path.parent
     workload = file.workload
     if rate is None and trace is None:
@@ -71,14 +75,15 @@ def open_cluster(path: Path, trace: Path | None = None, rate: float | None = Non
         rate = _own_rate(rows, trace)
     model = file.model if file.model.startswith("shape:") else str(folder / file.model)
     p95 = int(np.quantile([row.prompt_tokens for row in rows], 0.95, method="higher"))
-    cluster = build_cluster(
-        file,
-        load_shape(model),
-        open_links=lambda name: _links(folder, name),
-        open_profile=lambda name, choice: _profile(folder, name, choice),
-        payload_tokens=p95,
-    )
-    return Opened(file, cluster, rows, rate, is_rate_stated, trace)
+    with placed(source, text):
+        cluster = build_cluster(
+            file,
+            load_shape(model),
+            open_links=lambda name: _links(folder, name),
+            open_profile=lambda name, choice: _profile(folder, name, choice),
+            payload_tokens=p95,
+        )
+    return Opened(file, cluster, rows, rate, is_rate_stated, trace, source, text)
 
 
 def _own_rate(rows: tuple[TraceRow, ...], trace: Path | None) -> float:

@@ -12,6 +12,7 @@ from kvferry.cli.plan_cluster import Opened, open_cluster
 from kvferry.cli.plan_files import open_trace
 from kvferry.cli.sweep import Scenario
 from kvferry.errors import InputError
+from kvferry.plan.cluster_file import placed
 from kvferry.plan.cluster_tables import FleetTable
 from kvferry.plan.deploy import deploy
 from kvferry.plan.fleet import EngineRules, Fleet
@@ -33,11 +34,13 @@ def simulate_files(
     trace = None if scenario.trace is None else Path(scenario.trace)
     opened = open_cluster(Path(scenario.cluster), trace, scenario.rate)
     rows = timed_rows(opened, scenario)
+    with placed(opened.source, opened.text):
+        fleet, rules = fleet_of(opened), rules_of(opened)
     return simulate(
-        fleet_of(opened),
+        fleet,
         rows if tick is None else _ticking(rows, tick),
         opened.cluster.payloads(),
-        rules=rules_of(opened),
+        rules=rules,
         policy=Policy(scenario.policy),
         prefill_policy=None if scenario.prefill_policy is None else Policy(scenario.prefill_policy),
         targets=opened.cluster.targets,

@@ -169,7 +169,10 @@ def _gpu(name: str, table: GpuTable, open_profile: OpenProfile) -> Gpu:
     for entry in table.profiles:
         asked = ProfileTable(profile=entry) if isinstance(entry, str) else entry
         choice = ProfileChoice(asked.model, asked.gpu, asked.tp, asked.pp)
-        profiles.append(open_profile(asked.profile, choice))
+        try:
+            profiles.append(open_profile(asked.profile, choice))
+        except InputError as error:
+            raise InputError(f"gpus.{name}.profiles: {error.message}") from error
     kv = None if table.kv_memory is None else parse_bytes(table.kv_memory)
     return Gpu(name, tuple(profiles), kv, tuple(Role(role) for role in table.roles))
 
@@ -194,7 +197,10 @@ def _tiers(
             tiers.append(_NEVER_USED)
             continue
         asked = LinkTable(file=table) if isinstance(table, str) else table
-        cost = tier_cost(asked, payload, open_links)
+        try:
+            cost = tier_cost(asked, payload, open_links)
+        except InputError as error:
+            raise InputError(f"links.{name}: {error.message}") from error
         if not cost.is_measured:
             warnings.append(f"links.{name}: {cost.label}")
         if number > 1 and cost.seconds(*_pair(payload)) < tiers[-1].seconds(*_pair(payload)):
@@ -259,8 +265,8 @@ def tier_cost(table: LinkTable, payload: Payload, open_links: OpenLinks) -> Tier
             if pair.link_class == table.link_class and table.transport in (None, pair.transport)
         ]
         if not pairs:
-            known = ", ".join(sorted({pair.link_class for pair in file.pairs}))
-            raise InputError(f"links: {table.file}: no pair of class {table.link_class!r}; known: {known}")
+            known = ", ".join(sorted({pair.link_class for pair in file.pairs} - {""})) or "none"
+            raise InputError(f"{table.file}: no pair of class {table.link_class!r}; known: {known}")
     return _cost_of(table, pairs, payload)
 
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
-from kvferry.errors import InputError, did_you_mean
+from kvferry.errors import InputError, NoPlanError, did_you_mean
 from kvferry.plan.cluster_tables import ClusterFile, GpuTable, Table
 from kvferry.plan.where import toml_place
 
-__all__ = ["parse_cluster"]
+__all__ = ["parse_cluster", "placed"]
 
 _TOML_LINE = re.compile(r"(.*) \(at line ([0-9]+), column [0-9]+\)")
-
+_BARE = re.compile(r"Expected `str.*`, got `(int|float|bool)`")
+_KINDS = {"int": "a number", "float": "a number", "bool": "true or false"}
+_EXAMPLES = {
+    **dict.fromkeys(("ttft", "tpot", "sync", "start", "descriptor"), '"200ms"'),
+    **dict.fromkeys(("rate", "node", "rack", "pod"), '"47 GB/s"'),
+    "kv_memory": '"40 GB"',
+}
 
 # Of all tables: the message names the table, and one that is near is enough of a hint.
 _KEYS = sorted({name for table in Table.__subclasses__() for name in table.__struct_encode_fields__})
@@ -47,6 +55,19 @@ def parse_cluster(text: str, source: str) -> ClusterFile:
     return found
 
 
+@contextmanager
+def placed(source: str, text: str) -> Iterator[None]:
+    """Give an error that begins with a key of the cluster file the file and the line of that key."""
+    try:
+        yield
+    except (InputError, NoPlanError) as error:
+        key = error.message.partition(":")[0]
+        if key.partition(".")[0] not in ClusterFile.__struct_encode_fields__:
+            raise
+        place = toml_place(source, text, key).removesuffix(f": {key}")
+        raise type(error)(f"{place}: {error.message}", next_step=error.next_step) from error
+
+
 def _located(data: dict[str, object], error: msgspec.ValidationError, text: str, source: str) -> str:
     """msgspec's message, or that of a record's own check, with its place in the text."""
     reason, _, path = str(error).partition(" - at `")
@@ -58,6 +79,11 @@ def _located(data: dict[str, object], error: msgspec.ValidationError, text: str,
         field = reason.split("`")[1]
         key = f"{key}.{field}".lstrip(".")
         reason = f"unknown key{did_you_mean(field, _KEYS)}" if "unknown" in reason else "missing key"
+    elif match := _BARE.match(reason):
+        example = _EXAMPLES.get(key.rpartition(".")[2])
+        reason = f"is {_KINDS[match[1]]}, no text" + (
+            f"; it needs its unit, as in {example}" if example else ""
+        )
     elif reason.startswith("Invalid enum value"):
         word = reason.partition("'")[2].rstrip("'")
         reason = f"{word!r} is no value that is known{did_you_mean(word, _words())}"

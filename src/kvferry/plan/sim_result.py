@@ -29,9 +29,9 @@ class Result(msgspec.Struct, frozen=True):
     ``goodput`` counts requests that kept to both targets; ``slo_attainment`` their share.
     ``bytes_sent`` is of all ``handoffs`` that began, those of later attempts and of requests that failed too;
     ``bytes_delivered`` of what arrived whole, by what the links carried; ``bytes_dropped`` of those that a
-    failure broke off: sent is delivered and dropped. ``handoffs_too_far`` were larger than a measured tier's measurements reach (decision 0160). ``is_measured`` is False where a
-    tier that was used is unmeasured, or where more than 1 % of the handoffs are too far: the percentiles
-    go up to 99.
+    failure broke off: sent is delivered and dropped. ``handoffs_too_far`` were larger than a measured
+    tier's measurements reach (decision 0160). ``is_measured`` is False where a tier that was used is
+    unmeasured, or where more than 1 % of the handoffs are too far: the percentiles go up to 99.
     """
 
     requests: int
