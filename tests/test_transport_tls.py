@@ -162,6 +162,7 @@ def test_a_certificate_of_another_host_is_refused(pair: TransportPair, tmp_path:
         error = refused(pair, address, NODE)
     assert isinstance(error, PeerError)
     assert "IP address mismatch" in error.message
+    assert "--host HOST" in error.next_step
 
 
 @pytest.mark.parametrize("wanted", ["decode-0", "prefill-*"])
@@ -390,6 +391,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         ({"certificate": tmp_path / "folder.pem"}, "folder.pem: Is a directory"),
         ({"certificate": tmp_path / "text.pem"}, "text.pem"),
         ({"certificate": tmp_path / "bare.pem"}, "bare.pem"),
+        ({"certificate": tmp_path / "ca.pem"}, "ca.pem"),
         ({"certificate": one, "key": two}, "the key is not this certificate's"),
         ({"certificate": one, "authority": tmp_path / "text.pem"}, "authority"),
         ({"certificate": "/dev/zero"}, "longer than"),

@@ -29,7 +29,7 @@ kvferry moves a request's KV cache and execution state from a prefill worker to 
   See it move              kvferry demo; kvferry serve --kv tcp://127.0.0.1:0
   Look at all of it        kvferry report links.json check.json plan.json --out report.html
   Look on while it runs    kvferry agent --listen tcp://127.0.0.1:7400 --web 127.0.0.1:7480
-  Encrypt it               kvferry certs init FOLDER; kvferry certs issue FOLDER NAME
+  Encrypt it               kvferry certs init FOLDER; kvferry certs issue FOLDER NAME --host ADDRESS
 
 `kvferry VERB --help` says the rest; `kvferry --install-completion` lets the Tab key fill in."""
 

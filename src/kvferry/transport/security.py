@@ -99,7 +99,8 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except (OSError, ValueError) as error:
             holder = self.key or self.certificate
             raise InputError(
-                f"identity: {self.certificate} and the key in {holder} cannot be used: {_reason(error)}"
+                f"identity: {self.certificate} and the key in {holder} cannot be used: {_reason(error)}",
+                next_step="give the file with both that `kvferry certs issue` made, not the authority's",
             ) from error
         try:
             context.load_verify_locations(self.authority)

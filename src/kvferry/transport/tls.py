@@ -32,6 +32,12 @@ _ALERTS = {
     "CERTIFICATE_REVOKED": "it was revoked",
     "DECRYPT_ERROR": "its key does not fit",
 }
+# By OpenSSL's verify code: the name, and the address, at which the peer was looked for are not in it.
+_REISSUE = dict.fromkeys(
+    (62, 64),
+    "issue the peer's with this host (`kvferry certs issue FOLDER NAME --host HOST`), "
+    "or check names instead of hosts (peers, `--peer-name`)",
+)
 
 
 class TlsStream:
@@ -167,7 +173,8 @@ class TlsStream:
         if isinstance(error, ssl.SSLCertVerificationError):
             return PeerError(
                 f"the peer's certificate is refused by this side: {error.verify_message}",
-                next_step=f"renew or reissue the peer's certificate, or see {self._identity.authority}",
+                next_step=_REISSUE.get(error.verify_code, "renew or reissue the peer's certificate")
+                + f", or see {self._identity.authority}",
             )
         if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
             return PeerError(
