@@ -156,6 +156,25 @@ def test_the_live_page_sounds_its_alarm_and_shows_text_as_text(browser: Browser)
         context.close()
 
 
+def test_a_page_too_many_says_so_and_comes_in_when_there_is_room(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused stream is not opened again by the browser itself; "connecting" for ever would be a lie."""
+    monkeypatch.setattr("kvferry.web.app.MAX_STREAMS", 0)
+
+    async def source() -> View:
+        return View("w", 0.0, 1.0, (), None, (), Tally().now(), ())
+
+    with serving(LivePage(source)) as url:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(url)
+        expect(page.locator("#link")).to_contain_text("▲ refused: too many pages", timeout=20_000)
+        monkeypatch.setattr("kvferry.web.app.MAX_STREAMS", 1)
+        expect(page.locator("#link")).to_have_text("● live", timeout=20_000)
+        context.close()
+
+
 @contextlib.contextmanager
 def serving(page: LivePage) -> Iterator[str]:
     """A page served by a thread."""

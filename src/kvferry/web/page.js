@@ -2,7 +2,8 @@
 // Text comes from peers, so it is only ever set as text.
 const PARTS = ["handshake", "claim", "verify", "move", "commit"];
 const STALE_SECONDS = 5;
-let heard = 0;
+const AGAIN_SECONDS = 5;
+let heard = 0, refused = false;
 
 const find = id => document.getElementById(id);
 
@@ -129,12 +130,25 @@ function show(view) {
 
 function tell() {
   const link = find("link"), age = (Date.now() - heard) / 1000, live = heard > 0 && age < STALE_SECONDS;
-  const said = live ? "● live" : heard ? `▲ no word for ${Math.round(age)} s: what is shown is old` : "connecting";
+  const said = live ? "● live" : heard ? `▲ no word for ${Math.round(age)} s: what is shown is old`
+    : refused ? "▲ refused: too many pages are open here, close one" : "connecting";
   if (link.textContent !== said) link.textContent = said;
   link.classList.toggle("live", live);
 }
 
 find("legend").append("Parts, in order:", ...PARTS.flatMap((part, at) => [make("span", "", `swatch p${at}`), part]));
-const events = new EventSource("events");
-events.onmessage = event => { heard = Date.now(); show(JSON.parse(event.data)); tell(); };
+
+function listen() {
+  const events = new EventSource("events");
+  events.onmessage = event => { heard = Date.now(); show(JSON.parse(event.data)); tell(); };
+  // A browser comes back by itself after a connection that broke, not after a refusal.
+  events.onerror = () => {
+    if (events.readyState !== EventSource.CLOSED) return;
+    refused = true;
+    tell();
+    setTimeout(listen, AGAIN_SECONDS * 1000);
+  };
+}
+
+listen();
 setInterval(tell, 1000);
