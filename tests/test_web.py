@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from kvferry.cli import run
@@ -211,6 +215,35 @@ def test_clients_that_neither_ask_nor_read_are_cut_off(monkeypatch: pytest.Monke
             assert received < len(large)
             for writer in writers:
                 writer.close()
+
+    asyncio.run(check())
+
+
+def test_a_frozen_transfer_process_is_told_within_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page and metrics answer nevertheless; ten that look wait for one answer, not each for its own."""
+    monkeypatch.setattr("kvferry.transfer.endpoint.LOOK_SECONDS", 0.5)
+
+    async def check() -> None:
+        page = page_options("127.0.0.1:0", None, None)
+        async with contextlib.AsyncExitStack() as stack:
+            agent, url = await stack.enter_async_context(agent_with_page("tcp://127.0.0.1:0", {}, page))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, limits=MANY))
+            site = await stack.enter_async_context(site_at(agent.address))
+            (pid,) = [child.pid for child in psutil.Process().children()]
+            assert (await client.get("/now")).json()["stats"]["pid"] == pid
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                asked = {thread.name for thread in threading.enumerate()}
+                views = await asyncio.gather(*(client.get("/now") for _ in range(10)))
+                waited = {thread.name for thread in threading.enumerate()} - asked
+                text = (await client.get("/metrics")).text
+                await site.call(w.PingCall, 20.0)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert {view.json()["stats"] for view in views} == {None}
+            assert "says nothing" in dict(views[0].json()["facts"])["last error"]
+            assert "kvferry_endpoint_up 0.0" in text
+            assert len(waited) <= 1
 
     asyncio.run(check())
 

@@ -22,7 +22,15 @@ from typing import Any, NoReturn, Self
 import msgspec
 import numpy as np
 
-from kvferry.errors import CapacityError, IncompatibleError, InputError, KVFerryError, LocalError, PeerError
+from kvferry.errors import (
+    CapacityError,
+    DeadlineError,
+    IncompatibleError,
+    InputError,
+    KVFerryError,
+    LocalError,
+    PeerError,
+)
 from kvferry.probe import words as w
 from kvferry.probe.addresses import check_data, check_reachable, data_addresses, plain_of
 from kvferry.probe.facts import host_facts, host_id, software, transport_facts
@@ -184,11 +192,14 @@ class Agent:
         """What happens here now; reads only."""
         worker, probe = self._worker, None
         if worker is not None:
+            silence: tuple[str, ...] = ()
             try:
                 stats = await asyncio.to_thread(worker.stats)
                 transfers = await asyncio.to_thread(worker.transfers)
-            except KVFerryError:
-                stats, transfers = None, ()  # it is being closed
+            except KVFerryError as error:
+                stats, transfers = None, ()
+                if isinstance(error, DeadlineError):  # else it is being closed
+                    silence = (str(error),)
             probe = ProbeSnapshot(
                 coordinator=worker.coordinator,
                 seconds_left=max(0.0, worker.deadline - time.monotonic()),
@@ -196,7 +207,7 @@ class Agent:
                 addresses=worker.opened.addresses,
                 stats=stats,
                 transfers=transfers,
-                errors=tuple(worker.errors),
+                errors=(*worker.errors, *silence),
             )
         return AgentSnapshot(
             name=self.name,

@@ -29,7 +29,7 @@ from kvferry.transfer import calls as c
 from kvferry.transfer.arguments import given, name_of, positive
 from kvferry.transfer.choosing import measured_seconds
 from kvferry.transfer.client import NodeClient, Observer
-from kvferry.transfer.handles import CALL_SECONDS, Move, Push, cancel, encode_for
+from kvferry.transfer.handles import CALL_SECONDS, LOOK_SECONDS, Move, Push, cancel, encode_for
 from kvferry.transfer.pool import Pool
 from kvferry.transfer.staging import MIN_WINDOW_NBYTES, window_nbytes
 from kvferry.transfer.trace import TransferRecord
@@ -335,13 +335,13 @@ class Endpoint:
         return cancel(self._client, transfer, reason, unclaimed_only=unclaimed_only)
 
     def stats(self) -> c.Stats:
-        """What the node holds now."""
-        stats: c.Stats = self._client.call(c.StatsCall, CALL_SECONDS)
+        """What the node holds now. Raises DeadlineError where it does not answer within about 5 s."""
+        stats: c.Stats = self._client.call(c.StatsCall, LOOK_SECONDS)
         return stats
 
     def transfers(self, limit: int = 100) -> tuple[c.InFlight, ...]:
-        """What is held or under way here now, the oldest first."""
-        found: c.Transfers = self._client.call(c.TransfersCall, CALL_SECONDS, limit=limit)
+        """What is held or under way here now, the oldest first. Raises as ``stats``."""
+        found: c.Transfers = self._client.call(c.TransfersCall, LOOK_SECONDS, limit=limit)
         return found.transfers
 
     def _by_group(self, tables: Tables) -> dict[str, BlockTable]:

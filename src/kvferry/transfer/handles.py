@@ -17,10 +17,12 @@ from kvferry.transfer import calls as c
 from kvferry.transfer.client import NodeClient
 from kvferry.transfer.trace import TransferRecord
 
-__all__ = ["CALL_SECONDS", "Move", "Push", "cancel", "encode_for"]
+__all__ = ["CALL_SECONDS", "LOOK_SECONDS", "Move", "Push", "cancel", "encode_for"]
 
 # A node answers at once; its first answer waits for its process to start, slow on a busy machine.
 CALL_SECONDS = 30.0
+# For who only looks: within a scrape, which usually has 10 s, that the node is frozen has to be said.
+LOOK_SECONDS = 4.0
 _AGAIN = "this side ended it; offer, reserve or pull again to retry"
 
 

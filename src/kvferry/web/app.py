@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
+from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -20,6 +21,7 @@ from kvferry.web.view import Source
 
 __all__ = ["LivePage", "metrics_route"]
 
+Result = TypeVar("Result")
 INTERVAL_SECONDS = 0.5
 # Each browser's stream asks the endpoint twice a second.
 MAX_STREAMS = 16
@@ -30,7 +32,7 @@ class LivePage:
     """The page over one source; ``app`` is what a server runs or mounts. ``close`` ends its streams."""
 
     def __init__(self, source: Source, metrics: Callable[[], bytes] | None = None, token: str = "") -> None:
-        self._source = source
+        self._source = _together(source)
         self._streams = 0
         self._closing = asyncio.Event()
         pages = files("kvferry.web")
@@ -69,10 +71,28 @@ class LivePage:
 def metrics_route(text: Callable[[], bytes]) -> Route:
     """``/metrics``; ``text`` may wait for a node, so it is called in a thread."""
 
+    async def read() -> bytes:
+        return await asyncio.to_thread(text)
+
+    read_together = _together(read)
+
     async def metrics(_: Request) -> Response:
-        return Response(await asyncio.to_thread(text), media_type=CONTENT_TYPE)
+        return Response(await read_together(), media_type=CONTENT_TYPE)
 
     return Route("/metrics", metrics)
+
+
+def _together(ask: Callable[[], Awaitable[Result]]) -> Callable[[], Awaitable[Result]]:
+    """Ask once for all that want to know at the same time: lookers must not take the worker's threads."""
+    asked: asyncio.Future[Result] | None = None
+
+    async def answer() -> Result:
+        nonlocal asked
+        if asked is None or asked.done():
+            asked = asyncio.ensure_future(ask())
+        return await asyncio.shield(asked)
+
+    return answer
 
 
 def _asset(body: bytes, kind: str) -> Callable[[Request], Response]:
