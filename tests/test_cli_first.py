@@ -172,3 +172,21 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     (tmp_path / "o.svg").mkdir()
     assert run(line.replace(".svg", "").format(tmp_path / "o.svg").split()) == 2
     assert "is a folder, not a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ("check", "MODEL"), ("plan", "CLUSTER"), ("certs init", "FOLDER"), ("agent", "--listen"),
+])  # fmt: skip
+def test_what_is_needed_is_called_as_it_is_written(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has a place is named as help shows it, what is an option with its dashes."""
+    assert run(line.split()) == 2
+    wanted = f"kvferry: {said}: needed, with a value; see `kvferry {line} --help`\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_help_as_a_verb_is_told_how_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """What other tools have, and this one has as an option."""
+    assert run(["help", "size"]) == 2
+    assert "`kvferry VERB --help`" in capsys.readouterr().err

@@ -131,5 +131,7 @@ def _usage(error: cyclopts.CycloptsError) -> str:
     if not isinstance(error, cyclopts.MissingArgumentError) or "Did you mean" in said:
         return said
     name = error.keyword or (error.argument.name if error.argument is not None else "an argument")
+    if name.removeprefix("--").isupper():  # one that has a place, not a name
+        name = name.removeprefix("--")
     command = " ".join(("kvferry", *(error.command_chain or ())))
     return f"{name}: needed, with a value; see `{command} --help`"
