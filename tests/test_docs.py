@@ -177,3 +177,16 @@ def test_every_command_in_the_docs_is_one() -> None:
                 app.parse_args(words, exit_on_error=False, print_error=False)
             except CycloptsError as error:
                 pytest.fail(f"{shown}: {error}")
+
+
+def test_no_row_of_a_table_stands_alone() -> None:
+    """A blank line inside a table makes its rest a paragraph full of bars."""
+    root = Path(__file__).parent.parent
+    for path in (root / "README.md", *(root / "docs").rglob("*.md")):
+        before, is_code = "", False
+        lines = [*path.read_text("utf-8").splitlines(), ""]
+        for number, (line, after) in enumerate(itertools.pairwise(lines), 1):
+            is_code ^= line.startswith("```")
+            if not is_code and line.startswith("|") and not before.startswith("|"):
+                assert re.fullmatch(r"\|[\s:|-]+", after), f"{path}:{number}: a row without a head"
+            before = line

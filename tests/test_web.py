@@ -135,6 +135,36 @@ def test_off_loopback_it_wants_a_token_and_tls(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+def test_a_renewed_certificate_is_shown_without_a_restart(tmp_path: Path) -> None:
+    """The next connection has it; a file that is none changes nothing."""
+    init_authority(tmp_path)
+    pem = issue(tmp_path, "node", hosts=("127.0.0.1",))
+    identity = Identity.load(pem)
+    (tmp_path / "token").write_text(TOKEN)
+
+    async def source() -> View:
+        return View("w", 0.0, 1.0, (), None, (), Tallied(), ())
+
+    async def check() -> None:
+        page = page_options(f"{EVERYWHERE}:0", tmp_path / "token", identity)
+        async with serving_page(LivePage(source, token=TOKEN), page) as url:
+
+            async def shown() -> str:
+                place = ("127.0.0.1", int(url.rpartition(":")[2]))
+                return await asyncio.to_thread(ssl.get_server_certificate, place, timeout=20)
+
+            first = await shown()
+            assert await shown() == first
+            issue(tmp_path, "node", hosts=("127.0.0.1",))
+            second = await shown()
+            assert second != first
+            assert second.strip() in pem.read_text()
+            pem.write_text("half a file")
+            assert await shown() == second
+
+    asyncio.run(check())
+
+
 def test_pages_that_are_open_at_once_are_bounded() -> None:
     """One more than the most is told so; one that closes makes room."""
 

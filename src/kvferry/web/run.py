@@ -18,6 +18,7 @@ from kvferry.serve.patience import PatientProtocol
 from kvferry.transport.security import Identity
 from kvferry.web.app import LivePage
 from kvferry.web.guard import read_token
+from kvferry.web.renewal import follow_renewals
 
 __all__ = ["PageOptions", "page_options", "serving_page"]
 
@@ -80,6 +81,10 @@ async def serving_page(page: LivePage, options: PageOptions) -> AsyncIterator[st
         ssl_certfile=None if identity is None else identity.certificate,
         ssl_keyfile=(identity.key or None) if identity is not None else None,
     )
+    if identity is not None:
+        config.load()
+        assert config.ssl is not None
+        follow_renewals(config.ssl, identity)
     scheme = "http" if identity is None else "https"
     socket_at = bound_socket(options.listen, field="web", scheme=scheme, connections=MAX_CONNECTIONS)
     with socket_at as (sock, url):
