@@ -163,17 +163,21 @@ def serve_pushed(
         channel.write_mark(Kind.ADMITTED, patience)
         pushing.push(steps)
         channel.write_mark(Kind.DONE, patience, steps.total_nbytes)
-        pushing.read_last_word()
+        pushing.read_last_word(patience)
     except TransportError:
         raise
     except KVFerryError as error:
         _log.debug("%s: %s", patience.peer, error)
         if not pushing.settle():
             raise TransportError("what was posted does not end", phase="move", peer=patience.peer) from error
-        limits = Patience(time.monotonic() + _TELL_SECONDS, patience.tokens[:1], patience.peer)
+        # Without the grant's token, which may be what ended it: a channel that is closed before the
+        # reader has spoken its last word breaks under it, and it never reads why.
+        limits = Progressing.of(
+            Patience(time.monotonic() + _TELL_SECONDS, patience.tokens[:1], patience.peer), patience.progress
+        )
         channel.write_ended(error, limits)
         if not isinstance(error, _StoppedError):
-            pushing.read_last_word()
+            pushing.read_last_word(limits)
     finally:
         if pushing.posted is None:
             arena.give_back(pair)
@@ -202,7 +206,7 @@ class _Pushing:
             steps.pieces.gather(first, last, self._pair.arrays[turn][:nbytes])
             self._finish(nbytes_before)
             if index >= 2:
-                self._read_word(Kind.FREE)
+                self._read_word(self._patience, Kind.FREE)
             self.posted = self._mover.write(self._pair.addresses[turn], self._there[turn], nbytes)
             nbytes_before = nbytes
         self._finish(nbytes_before)
@@ -223,10 +227,10 @@ class _Pushing:
             self.posted = None
         return True
 
-    def read_last_word(self) -> None:
+    def read_last_word(self, limits: Patience) -> None:
         """RELEASE or STOP, after whatever FREE the asker still says."""
         with contextlib.suppress(_StoppedError):
-            while self._read_word(Kind.FREE, Kind.RELEASE) is not Kind.RELEASE:
+            while self._read_word(limits, Kind.FREE, Kind.RELEASE) is not Kind.RELEASE:
                 pass
 
     def _finish(self, nbytes: int) -> None:
@@ -235,8 +239,8 @@ class _Pushing:
             self.posted = None
             self._channel.write_mark(Kind.DATA, self._patience, nbytes)
 
-    def _read_word(self, *expected: Kind) -> Kind:
-        word = self._channel.read_word(self._patience, *expected, Kind.STOP)
+    def _read_word(self, limits: Patience, *expected: Kind) -> Kind:
+        word = self._channel.read_word(limits, *expected, Kind.STOP)
         if word is Kind.STOP:
             raise _StoppedError("the reader stopped")
         return word
