@@ -3,13 +3,13 @@
 The *victim* is a worker process (``fault_worker``) with a transfer process of its own. Its peer,
 the *survivor*, is a worker in this process, with a transfer process too; one survivor takes part
 in all cases, so that whatever a fault leaves behind adds up. A *spare* victim is the survivor's
-next peer.
+next peer. When a link is cut the two are on hosts of their own, neither dies, and what must be
+true of the survivor must be true of the victim as well. The cases are in ``fault_table``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import os
 import select
@@ -28,141 +28,54 @@ from typing import Self
 import msgspec
 
 from conftest import wait_until
-from fault_worker import STEPS, Command, FaultWorker, Reply
+from fault_table import CASES, OK, SCHEMES, WIRES, Case, Fault
+from fault_wire import Wire, wires
+from fault_worker import STEPS, TIMEOUTS, Command, FaultWorker, Reply
 from kvferry.errors import ErrorRecord, KVFerryError
 from kvferry.protocol.table import Role
 from kvferry.protocol.ticket import Mode
 from kvferry.transfer import Stats
 from kvferry.transfer.retry import NextTry, advice
 
-__all__ = ["CASES", "SCHEMES", "Case", "Fault", "Result", "Stage", "play", "wait_stopped"]
+__all__ = ["CASES", "SCHEMES", "Case", "Ending", "Fault", "Result", "Stage", "play", "wait_stopped"]
 
 # Timeout and lease of everything that takes part in a fault; an error may come GRACE after it.
 DEADLINE_SECONDS = 1.5
 GRACE_SECONDS = 1.0
+# Decode, which has started, holds its ticket until the peer answers, or its silence is loss.
+LET_GO_SECONDS = TIMEOUTS.lost + GRACE_SECONDS
 # Time for what has no fault in it, on a machine that is busy.
 PATIENCE_SECONDS = 30.0
 NUM_BLOCKS = 64
-SCHEMES = tuple(os.environ.get("KVFERRY_FAULT_SCHEMES", "tcp,shm").split(","))
 # One control socket, and one data channel each way; libraries have sockets of their own beside, and
 # some that they open with the first peer and keep.
 HAS_LIBRARY = not set(SCHEMES) <= {"tcp", "shm"}
 FDS_A_PEER, FDS_KEPT = (12, 2) if HAS_LIBRARY else (3, 0)
 
 
-class Fault(enum.StrEnum):
-    """What happens to which process of the victim."""
-
-    KILL_TRANSFER = "kill transfer"
-    STOP_TRANSFER = "stop transfer"
-    KILL_ENGINE = "kill engine"
-    STOP_ENGINE = "stop engine"
-
-
-# One line a point: where the victim is (its trap, see fault_worker; tcp and shm where they differ;
-# nothing where it idles), in which phases the survivor's transfer may then fail, and how it ends
-# for each Fault: a kind of error, or "ok" for a handoff that goes through. Two kinds stand where
-# the order of two processes' last steps is not ours to choose.
-_TEXT = """
-# victim | mode | point      | trap                 | survivor fails while                    | kill transfer | stop transfer | kill engine             | stop engine
-prefill  | pull | handshake  | receive Hello        | handshake claiming                      | transport     | deadline      | transport peer deadline | ok
-prefill  | pull | held       |                      | handshake connect claiming claim        | transport     | deadline      | transport peer deadline | ok
-prefill  | pull | moving     | enter moving         | claiming checking moving                | transport     | deadline      | transport peer          | ok
-prefill  | pull | copying    | serve                | moving settling                         | transport     | deadline      | transport peer          | ok
-prefill  | pull | vouching   | enter vouching       | settling                                | transport     | deadline      | transport peer ok       | ok
-prefill  | pull | committing | enter committing     | settling                                | transport     | deadline      | transport peer ok       | ok
-prefill  | pull | committed  | enter committed      |                                         | ok            | ok            | ok                      | ok
-prefill  | pull | aborting   | serve                | moving                                  | local         | local         | local                   | local
-
-prefill  | push | handshake  | send Hello           | held checking moving                    | deadline      | deadline      | deadline transport peer | deadline
-prefill  | push | claiming   | send Claim           | held checking moving                    | deadline      | deadline      | deadline transport peer | deadline
-prefill  | push | moving     | enter moving         | moving                                  | transport     | deadline      | transport peer          | deadline
-prefill  | push | copying    | write, serve         | moving settling                         | transport     | deadline      | transport peer          | deadline ok
-prefill  | push | vouching   | enter vouching       | moving settling                         | transport     | deadline      | transport peer ok       | ok
-prefill  | push | committing | enter committing     | moving settling                         | transport     | deadline      | transport peer ok       | ok
-prefill  | push | committed  | enter committed      |                                         | ok            | ok            | ok                      | ok
-prefill  | push | aborting   | write, serve         | moving settling                         | local         | local         | local                   | local
-
-decode   | pull | handshake  | send Hello           | held moving vouching committing committed | deadline    | deadline      | deadline transport peer | deadline
-decode   | pull | claiming   | send Claim           | held moving vouching committing committed | deadline    | deadline      | deadline transport peer | deadline
-decode   | pull | checking   | enter checking       | moving vouching committing committed    | transport     | deadline      | transport peer          | deadline
-decode   | pull | moving     | enter moving         | moving vouching committing committed    | transport     | deadline      | transport peer          | deadline
-decode   | pull | copying    | read                 | moving vouching committing committed    | transport     | deadline      | transport peer          | deadline
-decode   | pull | settling   | enter settling       | moving vouching committing committed    | transport     | deadline      | transport peer          | deadline
-decode   | pull | verifying  | enter verifying      | committing committed                    | transport     | deadline      | transport peer          | deadline
-decode   | pull | committed  | enter committed      | committing committed                    | transport     | deadline      | transport peer          | deadline
-decode   | pull | published  |                      | committing committed                         | transport     | deadline      | transport peer          | deadline
-decode   | pull | starting   | enter starting       | committed                               | transport     | deadline      | transport peer ok       | ok
-decode   | pull | aborting   | read                 | moving                                  | local         | local         | local                   | local
-
-decode   | push | handshake  | receive Hello        | handshake claiming committed            | transport     | deadline      | transport peer deadline | deadline
-decode   | push | held       |                      | handshake connect claiming claim committed | transport  | deadline      | transport peer deadline | deadline
-decode   | push | checking   | enter checking       | claiming moving vouching committing committed | transport | deadline    | transport peer          | deadline
-decode   | push | moving     | enter moving         | claiming moving vouching committing committed | transport | deadline    | transport peer          | deadline
-decode   | push | copying    | serve, read          | moving vouching committing committed    | transport     | deadline      | transport peer          | deadline
-decode   | push | settling   | enter settling       | committing committed                    | transport     | deadline      | transport peer          | deadline
-decode   | push | verifying  | enter verifying      | committing committed                    | transport     | deadline      | transport peer          | deadline
-decode   | push | committed  | enter committed      | committing committed                    | transport     | deadline      | transport peer          | deadline
-decode   | push | published  |                      | committing committed                         | transport     | deadline      | transport peer          | deadline
-decode   | push | starting   | enter starting       | committed                               | transport     | deadline      | transport peer ok       | ok
-decode   | push | aborting   | serve, read          | moving vouching committing              | local         | local         | local                   | local
-"""  # noqa: E501 - a table reads by its columns
-
-
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One fault at one point, and how the survivor's transfer must end."""
+class Ending:
+    """How a transfer ended for a worker; ``error`` is None when the handoff went through.
 
-    victim: Role
-    mode: Mode
-    point: str
-    fault: Fault
-    scheme: str
-    trap: str
-    phases: frozenset[str]
-    endings: frozenset[str]
+    ``seconds`` from the fault until its engine knew. ``held`` is what its node held then.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.victim}-{self.mode}-{self.point}-{self.fault}-{self.scheme}".replace(" ", "-")
+    error: ErrorRecord | None
+    seconds: float
+    held: Stats
 
-
-def _parse(text: str) -> Iterator[Case]:
-    for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        victim, mode, point, trap, phases, *endings = (cell.strip() for cell in line.split("|"))
-        traps = [one.strip() for one in trap.split(",")]
-        for (fault, ending), (scheme, where) in itertools.product(
-            # Only tcp writes; by the others decode reads, also what is pushed.
-            zip(Fault, endings, strict=True),
-            ((scheme, traps[0 if scheme == "tcp" else -1]) for scheme in SCHEMES),
-        ):
-            yield Case(
-                Role(victim),
-                Mode(mode),
-                point,
-                fault,
-                scheme,
-                where,
-                frozenset(phases.split()),
-                frozenset(ending.split()),
-            )
-
-
-CASES = tuple(_parse(_TEXT))
+    @property
+    def kind_and_phase(self) -> tuple[str, str]:
+        return OK if self.error is None else (self.error.kind, self.error.phase)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a case; ``error`` is the survivor's, None when the handoff went through.
-
-    ``seconds`` from the fault until the survivor's engine knew. ``held`` is what its node held then.
-    """
+    """What became of a case; ``victim`` only where the link was cut."""
 
     case: Case
-    error: ErrorRecord | None
-    seconds: float
-    held: Stats
+    survivor: Ending
+    victim: Ending | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,17 +101,20 @@ class Victim:
 
     _numbers = itertools.count()
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wire: Wire | None = None) -> None:
         self.name = f"victim-{next(self._numbers)}"
         self._trap = folder / f"{self.name}.trap"
+        script = str(Path(__file__).parent / "fault_worker.py")
+        inside, site = (wire.hosts.inside(wire.victim), wire.site(wire.victim)) if wire else ([], ())
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "fault_worker.py"), self.name, str(self._trap)],
+            [*inside, sys.executable, script, self.name, str(self._trap), *site],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         self._unread = b""
         self.waiting: deque[str] = deque()
         self._pids: tuple[int, int] | None = None
+        self.fds_alone = 0
         self.tell(Command("open"))
 
     @property
@@ -208,11 +124,13 @@ class Victim:
             opened = self.reply()
             assert opened.error is None, opened.error
             self._pids = opened.pids
+            self.fds_alone = self.stats().fds
         return self._pids
 
     def reopen(self) -> None:
         """Begin a new life of its endpoint."""
         self._pids = self.ask(Command("open")).pids
+        self.fds_alone = self.stats().fds
 
     def tell(self, *commands: Command) -> None:
         """Let it do these, one after the other."""
@@ -243,6 +161,10 @@ class Victim:
         self.tell(command)
         return _well(self.reply())
 
+    def stats(self) -> Stats:
+        """What its transfer process has now."""
+        return _stats_of(self.ask(Command("stats")))
+
     def set_trap(self, point: str) -> None:
         """Let its transfer process stop itself at this point."""
         self._trap.write_text(point)
@@ -251,6 +173,15 @@ class Victim:
         """Wait until that has happened."""
         wait_until(lambda: not self._trap.exists(), PATIENCE_SECONDS, lambda: f"{self.name} sprang its trap")
         wait_stopped(self.pids[1])
+
+    def first_error(self) -> tuple[ErrorRecord | None, float]:
+        """Wait for all answers; the first error among them, and when the last that counts was there."""
+        error, when = None, time.monotonic()
+        while self.waiting:
+            reply = self.reply()
+            if error is None:
+                error, when = reply.error, time.monotonic()
+        return error, when
 
     def kill(self) -> None:
         """Kill the engine's process and reap it; its transfer process must notice."""
@@ -273,21 +204,27 @@ class Victim:
 
 
 class Stage:
-    """One survivor, the workers around it, and the cases that they play."""
+    """One survivor, the workers around it, and the cases that they play: on one wire, or without.
+
+    With a wire the thread that enters moves to the survivor's host.
+    """
 
     _numbers = itertools.count(1)
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, wire: Wire | None = None) -> None:
+        self._folder, self._wire = folder, wire
         self._ready: deque[Victim] = deque()
-        self.survivor = FaultWorker(f"survivor-{next(self._numbers)}")
+        site = wire.site(wire.survivor) if wire else ()
+        self.survivor = FaultWorker(f"survivor-{next(self._numbers)}", *site)
         self._alone: Footprint | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fault-survivor")
 
     def __enter__(self) -> Self:
+        if self._wire is not None:
+            self._wire.hosts.enter(self._wire.survivor)
         _well(self.survivor.run(Command("open")))
         self._alone = self._footprint()
-        self._prepare(2)
+        self._prepare()
         return self
 
     def __exit__(
@@ -307,29 +244,42 @@ class Stage:
 
     def run(self, case: Case) -> Result:
         """Play one case; raises AssertionError for anything that is not as it must be."""
-        self._prepare(2)
+        self._prepare()
         victim, request = self._ready.popleft(), f"r{next(self._numbers)}"
         try:
             result = self._fault(case, victim, request)
             self._check(result, request)
             self._drop(request)
-            self._next_request(case, self._ready[0], request)
-            if case.fault is Fault.KILL_ENGINE:
-                victim.close()
-            else:
-                self._recover(case, victim, request)
+            if self._wire is not None:
+                # The cut outlasts the silence that counts as loss, and any handshake.
+                wait_until(
+                    lambda: self._is_alone(victim), LET_GO_SECONDS, lambda: (victim.stats(), self._stats())
+                )
+                self._wire.mend()
+                self._recover(result, victim, request)
+                self._next_request(case, victim, request)
                 self._ready.append(victim)
+            else:
+                self._next_request(case, self._ready[0], request)
+                if case.fault is Fault.KILL_ENGINE:
+                    victim.close()
+                else:
+                    self._recover(result, victim, request)
+                    self._ready.append(victim)
             wait_until(self._is_flat, PATIENCE_SECONDS, self._footprint)
         except BaseException:  # the next case must not pay for this one
             victim.close()
-            self.survivor.run(Command("drop", request))
+            if self._wire is not None:
+                self._wire.mend()
+            for do in ("abort", "drop"):
+                self.survivor.run(Command(do, request))
             raise
-        self._prepare(2)
+        self._prepare()
         return result
 
-    def _prepare(self, count: int) -> None:
-        while len(self._ready) < count:
-            self._ready.append(Victim(self._folder))
+    def _prepare(self) -> None:
+        while len(self._ready) < (1 if self._wire else 2):
+            self._ready.append(Victim(self._folder, self._wire))
 
     # The fault.
 
@@ -337,13 +287,14 @@ class Stage:
         assert victim.pids
         if case.point == "handshake":
             victim.reopen()  # so that nobody is connected to it
-        hold = Command("hold", request, seconds=DEADLINE_SECONDS, transport=case.scheme)
-        here, there = self._parts(case, hold, victim)
+        hold = Command("hold", request, seconds=DEADLINE_SECONDS, transport=case.transport)
+        here, there, last = self._parts(case, hold, victim)
         if case.trap:
             victim.set_trap(case.trap)
         playing: Future[tuple[ErrorRecord | None, float]] | None = None
         if case.point != "held":
             playing = self._thread.submit(self._play, here)
+        if case.point != "held" or self._wire:
             victim.tell(*there)
         if case.trap:
             victim.wait_for_trap()
@@ -354,14 +305,46 @@ class Stage:
         if case.point == "aborting":
             _well(self.survivor.run(Command("abort", request)))
         struck = time.monotonic()
-        _strike(case.fault, victim)
+        self._strike(case.fault, victim)
         playing = playing or self._thread.submit(self._play, here)
-        error, when = playing.result(PATIENCE_SECONDS)
-        wait_until(self._is_idle, GRACE_SECONDS, self._stats)
-        return Result(case, error, when - struck, self._stats())
+        if self._wire is not None:
+            victim.tell(*last)
+            own = self._victims_ending(victim, struck)
+            return Result(case, self._survivors_ending(playing, struck), own)
+        return Result(case, self._survivors_ending(playing, struck))
 
-    def _parts(self, case: Case, hold: Command, victim: Victim) -> tuple[list[Command], list[Command]]:
-        """Hold and give the ticket; what the survivor, and what the victim, has to do then."""
+    def _victims_ending(self, victim: Victim, struck: float) -> Ending:
+        """How it ended for the first of two that live on."""
+        error, when = victim.first_error()
+        wait_until(lambda: _holds_nothing(victim.stats()), LET_GO_SECONDS, victim.stats)
+        return Ending(error, when - struck, victim.stats())
+
+    def _survivors_ending(self, playing: Future[tuple[ErrorRecord | None, float]], struck: float) -> Ending:
+        error, when = playing.result(PATIENCE_SECONDS)
+        wait_until(self._is_idle, LET_GO_SECONDS, self._stats)
+        return Ending(error, when - struck, self._stats())
+
+    def _strike(self, fault: Fault, victim: Victim) -> None:
+        """Do it. The transfer process stands in its trap until then, if one was set."""
+        engine, transfer = victim.pids
+        if fault is Fault.KILL_TRANSFER:
+            os.kill(transfer, signal.SIGKILL)
+        elif fault is Fault.STOP_TRANSFER:
+            os.kill(transfer, signal.SIGSTOP)
+        elif fault is Fault.KILL_ENGINE:
+            victim.kill()
+            os.kill(transfer, signal.SIGCONT)
+        elif fault is Fault.STOP_ENGINE:
+            os.kill(engine, signal.SIGSTOP)
+            wait_stopped(engine)
+            os.kill(transfer, signal.SIGCONT)
+        else:
+            assert self._wire is not None
+            self._wire.cut()
+            os.kill(transfer, signal.SIGCONT)
+
+    def _parts(self, case: Case, hold: Command, victim: Victim) -> tuple[list[Command], ...]:
+        """Hold and give the ticket; what the survivor has to do then, the victim, and it after the fault."""
         ask = {case.victim: victim.ask, _other(case.victim): lambda c: _well(self.survivor.run(c))}
 
         def command(do: str, **changes: object) -> Command:
@@ -374,10 +357,9 @@ class Stage:
         else:
             ticket = ask[Role.DECODE](command("reserve")).ticket
             parts = {Role.PREFILL: ["push", "layers", "commit", "ended"], Role.DECODE: ["arrive", "started"]}
-        if case.point == "published":
-            parts[Role.DECODE].remove("started")
         mine, theirs = parts[_other(case.victim)], parts[case.victim]
-        return [command(do, ticket=ticket) for do in mine], [command(do, ticket=ticket) for do in theirs]
+        last = [theirs.pop()] if case.point == "published" else []
+        return tuple([command(do, ticket=ticket) for do in part] for part in (mine, theirs, last))
 
     def _play(self, commands: list[Command]) -> tuple[ErrorRecord | None, float]:
         """Do the survivor's part up to its first error; the error, and when it was known."""
@@ -390,34 +372,45 @@ class Stage:
     # What must be true then.
 
     def _check(self, result: Result, request: str) -> None:
-        case, error = result.case, result.error
-        assert (error.kind if error else "ok") in case.endings, error
-        assert result.seconds < DEADLINE_SECONDS + GRACE_SECONDS
-        if error is not None:
-            assert error.request_id == request, error
-            assert error.phase in case.phases, error
-            assert error.now_true, error
-            assert error.next_step, error
-            assert error.peer or error.phase == "held", error
-            is_unknown = case.victim is Role.DECODE and error.phase in ("committing", "committed")
-            assert error.in_doubt == (is_unknown and error.kind != "peer"), error
-            advised = advice(KVFerryError.from_record(error), 1, PATIENCE_SECONDS).next_try
-            assert advised == (
-                NextTry.GIVE_UP
-                if error.in_doubt
-                else NextTry.RECOMPUTE
-                if error.kind == "local"
-                else NextTry.RETRY_OTHER
-            )
-        elif case.victim is Role.PREFILL:
+        case, mine, theirs = result.case, result.survivor, result.victim
+        assert mine.kind_and_phase in case.endings, mine
+        self._check_ending(mine, _other(case.victim), request)
+        if mine.error is None and case.victim is Role.PREFILL:
             self._check_tokens(self.survivor.run(Command("go_on", request)), request)
+        if theirs is not None:
+            assert theirs.kind_and_phase in case.victims_endings, theirs
+            self._check_ending(theirs, case.victim, request)
+            prefill, decode = (theirs, mine) if case.victim is Role.PREFILL else (mine, theirs)
+            # Decode goes on: prefill must not be told that the request is its own again.
+            assert decode.error is not None or prefill.error is None or prefill.error.in_doubt, result
+
+    def _check_ending(self, ending: Ending, role: Role, request: str) -> None:
+        """In time; an error says everything that a worker in that role needs."""
+        assert ending.seconds < DEADLINE_SECONDS + GRACE_SECONDS
+        error = ending.error
+        if error is None:
+            return
+        assert error.request_id == request, error
+        assert error.now_true, error
+        assert error.next_step, error
+        assert error.peer or error.phase == "held", error
+        is_unknown = role is Role.PREFILL and error.phase in ("committing", "committed")
+        assert error.in_doubt == (is_unknown and error.kind != "peer"), error
+        advised = advice(KVFerryError.from_record(error), 1, PATIENCE_SECONDS).next_try
+        assert advised == (
+            NextTry.GIVE_UP
+            if error.in_doubt
+            else NextTry.RECOMPUTE
+            if error.kind == "local"
+            else NextTry.RETRY_OTHER
+        )
 
     def _next_request(self, case: Case, spare: Victim, request: str) -> None:
-        """The survivor retries the request with a fresh peer, and the tokens are those of one process."""
+        """The survivor retries the request, with a fresh peer if it needs one: the tokens of one process."""
         assert spare.pids
         roles = {case.victim: spare.ask, _other(case.victim): lambda c: _well(self.survivor.run(c))}
         prefill, decode = roles[Role.PREFILL], roles[Role.DECODE]
-        hold = Command("hold", request, transport=case.scheme, seconds=PATIENCE_SECONDS)
+        hold = Command("hold", request, transport=case.transport, seconds=PATIENCE_SECONDS)
 
         def command(do: str, ticket: bytes = b"") -> Command:
             return msgspec.structs.replace(hold, do=do, ticket=ticket)
@@ -432,18 +425,22 @@ class Stage:
                 prefill(command(do, ticket))
         decode(command("arrive"))
         decode(command("started"))
-        prefill(command("ended"))
+        path = prefill(command("ended")).path
+        assert path == case.scheme or self._wire is None, path
         self._check_tokens(decode(command("go_on")), request)
         spare.ask(Command("drop", request))
         self._drop(request)
 
-    def _recover(self, case: Case, victim: Victim, request: str) -> None:
+    def _recover(self, result: Result, victim: Victim, request: str) -> None:
         """The victim goes on: whatever it decodes is right, and in the end it holds nothing either."""
+        case = result.case
         for pid in victim.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         replies = [victim.reply() for _ in range(len(victim.waiting))]
         errors = [reply.error for reply in replies if reply.error is not None]
+        if result.victim is not None and result.victim.error is not None:
+            errors.append(result.victim.error)
         if case.fault is Fault.KILL_TRANSFER:
             assert {error.kind for error in errors} <= {"local"}, errors
             assert all(error.next_step and error.now_true for error in errors[:1]), errors
@@ -467,9 +464,7 @@ class Stage:
         alone.pool.close()
 
     def _stats(self) -> Stats:
-        stats = self.survivor.run(Command("stats")).stats
-        assert stats is not None
-        return stats
+        return _stats_of(self.survivor.run(Command("stats")))
 
     def _is_idle(self) -> bool:
         return _holds_nothing(self._stats())
@@ -478,6 +473,10 @@ class Stage:
         stats = self._stats()
         maps = Path(f"/proc/{stats.pid}/maps").read_text().count("kvferry-pool")
         return Footprint(stats.peers, stats.fds, stats.threads, maps)
+
+    def _is_alone(self, victim: Victim) -> bool:
+        """Neither end has a connection any more, nor is about to."""
+        return self._stats().peers == 0 and self._is_flat() and victim.stats().fds <= victim.fds_alone
 
     def _is_flat(self) -> bool:
         """The transfer process has what it began with, and what each connection of now needs."""
@@ -489,13 +488,16 @@ class Stage:
 def play(cases: Sequence[Case], folder: Path, lanes: int) -> Iterator[dict[Case, Future[Result]]]:
     """Play cases in a few lanes side by side, each with a survivor of its own: mostly they wait.
 
-    On leaving, every case has been played, and nothing of any of them is left.
+    Each wire is a lane of its own. On leaving, every case has been played, and nothing of any of
+    them is left.
     """
     results: dict[Case, Future[Result]] = {case: Future() for case in cases}
-    todo = deque(cases)
+    todo = {path: deque(case for case in cases if case.scheme == path) for path in WIRES}
+    todo = {path: of_path for path, of_path in todo.items() if of_path}
+    on_loopback = deque(case for case in cases if case.scheme not in WIRES)
 
-    def run_lane() -> None:
-        with Stage(folder) as stage:
+    def run_lane(todo: deque[Case], wire: Wire | None = None) -> None:
+        with Stage(folder, wire) as stage:
             while todo:
                 with contextlib.suppress(IndexError):  # another lane took the last one
                     case = todo.popleft()
@@ -504,27 +506,15 @@ def play(cases: Sequence[Case], folder: Path, lanes: int) -> Iterator[dict[Case,
                     except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the result
                         results[case].set_exception(error)
 
-    with ThreadPoolExecutor(lanes, thread_name_prefix="fault-lane") as pool:
-        running = [pool.submit(run_lane) for _ in range(min(lanes, len(cases)))]
+    with (
+        wires(list(todo)) as links,
+        ThreadPoolExecutor(lanes + len(links), thread_name_prefix="fault-lane") as pool,
+    ):
+        running = [pool.submit(run_lane, on_loopback) for _ in range(min(lanes, len(on_loopback)))]
+        running += [pool.submit(run_lane, todo[path], link) for path, link in zip(todo, links, strict=True)]
         yield results
     for lane in running:
         lane.result()
-
-
-def _strike(fault: Fault, victim: Victim) -> None:
-    """Do it. The transfer process stands in its trap until then, if one was set."""
-    engine, transfer = victim.pids
-    if fault is Fault.KILL_TRANSFER:
-        os.kill(transfer, signal.SIGKILL)
-    elif fault is Fault.STOP_TRANSFER:
-        os.kill(transfer, signal.SIGSTOP)
-    elif fault is Fault.KILL_ENGINE:
-        victim.kill()
-        os.kill(transfer, signal.SIGCONT)
-    else:
-        os.kill(engine, signal.SIGSTOP)
-        wait_stopped(engine)
-        os.kill(transfer, signal.SIGCONT)
 
 
 def wait_stopped(pid: int) -> None:
@@ -543,6 +533,11 @@ def _state(pid: int) -> str:
 def _well(reply: Reply) -> Reply:
     assert reply.error is None, reply
     return reply
+
+
+def _stats_of(reply: Reply) -> Stats:
+    assert reply.stats is not None
+    return reply.stats
 
 
 def _holds_nothing(stats: Stats) -> bool:

@@ -1,11 +1,12 @@
 """One worker of the fault tests: the tiny reference engine, its pool, its endpoint with a transfer process.
 
-    python tests/fault_worker.py NAME TRAP_FILE
+    python tests/fault_worker.py NAME TRAP_FILE [ADDRESS [IDENTITY]]
 
 It reads commands, one JSON object a line, does them in order and answers each with one line. Its
 transfer process is the real one, over the real sockets, but with traps: it stops itself (SIGSTOP)
 at the point that TRAP_FILE names, once. Whoever set the trap kills it there, lets it be stopped,
-or lets it go on. Points are ``enter PHASE`` (before anything of that phase is done or said),
+or lets it go on. With an ADDRESS it listens there alone, by tcp with the IDENTITY of a PEM file, or
+plain. Points are ``enter PHASE`` (before anything of that phase is done or said),
 ``send MESSAGE``, ``receive MESSAGE``, and ``read``, ``write``, ``serve``: in the middle of a copy.
 """
 
@@ -40,8 +41,9 @@ from kvferry.state import Exactness, ExecutionState
 from kvferry.testing.faults import Fault, FaultScript, What, Where, faulty
 from kvferry.transfer import Endpoint, Move, Pool, Push, Stats, Timeouts, TransferRecord, client, process
 from kvferry.transfer.trace import PhaseClock
-from kvferry.transport import registry
+from kvferry.transport import Identity, registry
 from kvferry.transport.base import Memory
+from kvferry.transport.security import Plain
 from reference_kit import SAMPLED, limits, prompt, start, take, tiny
 
 TIMEOUTS = Timeouts(handshake=1.5, heartbeat=0.1, lost=1.0, abort=0.3, start=1.5)
@@ -76,6 +78,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: tuple[tuple[int, str], ...] = ()
     stats: Stats | None = None
     free_blocks: int = 0
+    path: str = ""
 
 
 @dataclass(slots=True)
@@ -93,8 +96,8 @@ class Lent:
 class FaultWorker:
     """Each public method is a command. After an error nothing has been freed: ``drop`` does it."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, address: str = "", identity: str = "") -> None:
+        self._name, self._address, self._identity = name, address, identity
         model = tiny()
         layout = PoolLayout.paged(
             range(model.config.layers),
@@ -124,7 +127,9 @@ class FaultWorker:
         self._lives += 1
         shm = f"shm://fault-{os.getpid()}-{self._name}-{self._lives}"
         self.endpoint = Endpoint.listen(
-            ("tcp://127.0.0.1:0", shm, *OTHERS),
+            (self._address,) if self._address else ("tcp://127.0.0.1:0", shm, *OTHERS),
+            tls=Identity.load(self._identity) if self._identity else None,
+            plain=Plain.ANYWHERE if "plain=yes" in self._address else Plain.LOOPBACK,
             pool=self.pool,
             name=self._name,
             requirements=self.engine.requirements(),
@@ -174,8 +179,7 @@ class FaultWorker:
         outcome = self._lent[command.request].outcome
         if outcome is None:
             raise LocalError("nothing was lent")
-        outcome.result(60)
-        return Reply(command.do)
+        return Reply(command.do, path=outcome.result(60).path)
 
     def reserve(self, command: Command) -> Reply:
         tables = self.engine.allocate(PROMPT_TOKENS + 1)
@@ -212,7 +216,7 @@ class FaultWorker:
         return Reply(command.do)
 
     def abort(self, command: Command) -> Reply:
-        lent = self._lent[command.request]
+        lent = self._lent.get(command.request, Lent())
         self._endpoint.withdraw(lent.ticket, "the client went away")
         return Reply(command.do)
 
@@ -318,9 +322,9 @@ def main() -> None:
     """The engine's process, or, with a descriptor as only argument, its transfer process."""
     if len(sys.argv) == 2:
         run_transfer_process()
-    name, os.environ[TRAP_VARIABLE] = sys.argv[1:]
+    name, os.environ[TRAP_VARIABLE], *site = sys.argv[1:]
     client._spawn = _spawn_trapped
-    worker = FaultWorker(name)
+    worker = FaultWorker(name, *site)
     decoder = msgspec.json.Decoder(Command)
     for line in sys.stdin.buffer:
         reply = worker.run(decoder.decode(line))

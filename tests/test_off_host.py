@@ -17,7 +17,7 @@ import pytest
 
 from conftest import wait_until
 from off_host_worker import NEEDLE
-from probe_kit import Namespaces
+from probe_kit import Namespaces, namespaces
 from tls_kit import FOLDER, issue
 
 WORKER = str(Path(__file__).parent / "off_host_worker.py")
@@ -45,10 +45,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Namespaces]:
-    with Namespaces(2) as namespaces:
-        for number, host in enumerate(namespaces.hosts):
+    with namespaces(2) as made:
+        for number, host in enumerate(made.hosts):
             issue(FOLDER, f"host-{number}", hosts=[host])
-        yield namespaces
+        yield made
 
 
 class Wire:

@@ -6,9 +6,11 @@ sends. Everything is removed at the end; processes that were started inside are 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
+import time
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +21,7 @@ __all__ = ["Namespaces", "why_no_namespaces"]
 _BURST_BYTES, _BURST_SECONDS = 6000, 0.00026
 _LATENCY = "50ms"
 _SECONDS = 30
+_CLONE_NEWNET = 0x40000000
 
 
 def why_no_namespaces() -> str:
@@ -83,6 +86,13 @@ class Namespaces:
         """The command that runs another one in a namespace."""
         return ["ip", "netns", "exec", self.names[number]]
 
+    def enter(self, number: int) -> None:
+        """The calling thread, and whatever it starts from now on, is in a namespace. Raises OSError."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.names[number]}", "rb") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.names[number]}")
+
     def shape(self, number: int, bits_per_second: float) -> None:
         """What the node sends is held to this rate."""
         _run(
@@ -106,8 +116,14 @@ class Namespaces:
         _run("ip", "-n", self._switch, "link", "set", f"port{number}", "down")
 
     def plug(self, number: int) -> None:
-        """The cable is in again."""
+        """The cable is in again, and both ends of it have noticed. Raises TimeoutError."""
         _run("ip", "-n", self._switch, "link", "set", f"port{number}", "up")
+        until = time.monotonic() + _SECONDS
+        ends = ((self._switch, f"port{number}"), (self.names[number], "eth0"))
+        while not all("state UP" in _run("ip", "-n", name, "link", "show", device) for name, device in ends):
+            if time.monotonic() > until:
+                raise TimeoutError(f"the link of {self.names[number]} did not come up")
+            time.sleep(0.01)
 
     def _make(self, name: str) -> None:
         _run("ip", "netns", "add", name)
@@ -119,5 +135,5 @@ def _shape(bits_per_second: float) -> list[str]:
     return ["tbf", "rate", f"{bits_per_second:.0f}bit", "burst", f"{burst}b", "latency", _LATENCY]
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS).stdout
