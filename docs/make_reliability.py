@@ -37,11 +37,10 @@ HEAD = """\
 <!-- Written by docs/make_reliability.py from a run of tests/test_faults.py's matrix. -->
 # Reliability
 
-A transfer is struck at each point of it: a worker dies or freezes, the link is cut, no log can be
-written. One worker of two is killed (`kill -9`) or stopped (SIGSTOP), its engine or its transfer process, at
+One worker of two is killed (`kill -9`) or stopped (SIGSTOP), its engine or its transfer process, at
 each point of a transfer. The tables say what the other worker, the *survivor*, was told, after how
-long, and what its transfer process held then; where a [link is cut](#a-link-is-cut) both survive. In
-each of the {count} cases, further:
+long, and what its transfer process held then. [A cut link](#a-link-is-cut), which both survive, and
+[a full disk](#a-disk-is-full-for-logs) have tables of their own. In each of the {count} cases, further:
 
 - The error names the request, the phase and the peer, says what is true and what to do next.
 - The survivor has its blocks back, and no thread, descriptor or map more than before.
@@ -66,8 +65,8 @@ CUT = """
 ## A link is cut
 
 The two workers are on hosts of their own: network namespaces with a cable each to one switch. When
-the *first* worker is at the point, its cable is pulled (`ip link set down` at the switch), so that
-nothing passes either way and nobody is told. Nobody dies, and in each of the {count} cases:
+one of them is at the point, its cable is pulled (`ip link set down` at the switch), so that nothing
+passes either way and nobody is told. Nobody dies, and in each of the {count} cases:
 
 - Both workers are told within {limit} s of the cut, each by an error as above, or their part was done.
 - Where decode goes on, prefill's error is never one that says the request is prefill's again.
@@ -76,14 +75,15 @@ nothing passes either way and nobody is told. Nobody dies, and in each of the {c
   bit of the logits is that of one process.
 
 Plain tcp between hosts needs `?plain=yes` in the address and `plain="anywhere"` at both ends; sealed
-is the default, with TLS identities. "held then" is of both together.
+is the default, with TLS identities. "held then" is of both together. *aborting*: the other worker
+gave up, and its word had arrived before the cut.
 """
 
 DISK = """
 ## A disk is full for logs
 
-The log file of the engine's process and stderr of all processes are `/dev/full`. Strangers are
-dropped meanwhile, which is logged. "lines refused" is of the engine's own log.
+The log file of the engine's process and stderr of all processes are `/dev/full`. Peers that
+speak something else are dropped meanwhile, which is logged. "lines refused" is of the engine's log.
 
 | transfers run in | mode | transport | outcome | held then | lines refused |
 | --- | --- | --- | --- | --- | --- |
@@ -91,7 +91,9 @@ dropped meanwhile, which is logged. "lines refused" is of the engine's own log.
 
 TWICE = """\
 Played twice, because the first time something came too late for its deadline or in another order,
-beside whatever else this machine did: {count} ({names}).
+beside whatever else this machine did: {count}.
+
+{names}
 """
 
 RETRY = """\
@@ -233,7 +235,7 @@ def page(results: dict[Case, Result], again: list[Case]) -> str:
     parts = [
         head,
         machine(),
-        *([TWICE.format(count=len(again), names=", ".join(map(str, again)))] if again else []),
+        *([TWICE.format(count=len(again), names="\n".join(f"- {case}" for case in again))] if again else []),
         *tables(results),
         CUT.format(count=cuts, limit=DEADLINE_SECONDS + GRACE_SECONDS).rstrip(),
         *cut_tables(results),
