@@ -206,6 +206,7 @@ def test_a_stated_rate_takes_the_fewest_gpus() -> None:
         assert run.slo_attainment < cluster().targets.attainment
 
 
+@pytest.mark.slow
 def test_more_requests_never_take_fewer_gpus() -> None:
     """Rates from 2 to 30: the GPUs of the choice rise, by whole instances of a profile."""
     found = [planned(rate=rate).chosen for rate in (2.0, 10.0, 30.0)]
