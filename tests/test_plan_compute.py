@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, LocalError
 from kvferry.plan.compute import ComputeProfile, DecodeLaw, PrefillLaw, PrefillTable, check_profile
 from kvferry.plan.compute_aiconfigurator import aiconfigurator_profile
 from kvferry.plan.compute_file import ProfileChoice, parse_profile
@@ -348,7 +348,7 @@ def test_aiconfigurator_that_refuses_or_lacks(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(InputError, match="aiconfigurator: no such system"):
         aiconfigurator_profile("aiconfigurator:m@s/tp1", refuse)
     monkeypatch.setitem(sys.modules, "aiconfigurator.cli.api", None)
-    with pytest.raises(InputError, match=r"kvferry\[aiconfigurator\]"):
+    with pytest.raises(LocalError, match=r"kvferry\[aiconfigurator\]"):
         aiconfigurator_profile("aiconfigurator:m@s/tp1")
 
 
