@@ -40,7 +40,7 @@ _TEXT = """
 # victim | mode | point      | trap                 | survivor fails while                    | kill transfer | stop transfer | kill engine             | stop engine
 prefill  | pull | handshake  | receive Hello        | handshake claiming                      | transport     | deadline      | transport peer deadline | ok
 prefill  | pull | held       |                      | handshake connect claiming claim        | transport     | deadline      | transport peer deadline | ok
-prefill  | pull | moving     | enter moving         | claiming checking moving                | transport     | deadline      | transport peer          | ok
+prefill  | pull | moving     | enter moving         | claiming checking moving settling       | transport     | deadline      | transport peer          | ok
 prefill  | pull | copying    | serve                | moving settling                         | transport     | deadline      | transport peer          | ok
 prefill  | pull | vouching   | enter vouching       | settling                                | transport     | deadline      | transport peer ok       | ok
 prefill  | pull | committing | enter committing     | settling                                | transport     | deadline      | transport peer ok       | ok
