@@ -22,9 +22,13 @@ from kvferry.errors import (
     TransportError,
 )
 from kvferry.layout import PoolLayout, source_pieces
+from kvferry.protocol.messages import Abort, Aborted, Message
 from kvferry.protocol.prefix import hold_prefix, prefix_salt
 from kvferry.state import Exactness, Limits, SamplingParameters
 from kvferry.transfer import Endpoint, Move, Pool
+from kvferry.transfer.peer import Peer
+from kvferry.transport.base import Arrived, Copy
+from kvferry.transport.shm import ShmConnection
 from reference_kit import GREEDY, PENALISED, SAMPLED, copy_kv, limits, prompt, seen, take, text_of, tiny
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -240,6 +244,41 @@ def test_a_zeroed_payload_is_refused(worker: Opened, scheme: str, mode: str) -> 
     source.engine.release("r")
     target.engine.free(tables)
     wait_until(lambda: source.is_idle and target.is_idle)
+
+
+def test_the_reason_is_told_also_when_the_data_path_was_faster(
+    worker: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill gives up; decode's copy is refused before prefill's Abort is read: decode still says why."""
+    source, target = worker("shm"), worker("shm")
+    read, post, held = ShmConnection.read, Peer.post, []
+
+    def read_too_late(connection: ShmConnection, copy: Copy) -> Arrived:
+        wait_until(lambda: source.endpoint.stats().grants == 0)
+        return read(connection, copy)
+
+    def post_abort_late(peer: Peer, message: Message) -> None:
+        if isinstance(message, Abort) and message.error.kind == "corrupt":
+            held.append(message)
+            return
+        if held and isinstance(message, Aborted):  # decode has given up by now, and waits for this
+            post(peer, held.pop())
+        post(peer, message)
+
+    monkeypatch.setattr(ShmConnection, "read", read_too_late)
+    monkeypatch.setattr(Peer, "post", post_abort_late)
+    prefill(source, "r", 75, GREEDY, limits(STEPS))
+    state = source.engine.export_state("r", Exactness.BITS)
+    ticket = target.endpoint.reserve("r", 75, target.engine.allocate(76))
+    move = target.endpoint.arrival(ticket)
+    push = source.endpoint.push(ticket, source.engine.tables("r"), tokens=75, state=state)
+    push.layers(0, 4)
+    source.engine.memory[:] = 0
+    push.commit(state)
+    with pytest.raises(CorruptError, match=r"gave up.*digest") as told:
+        move.result()
+    assert told.value.phase == "moving"
+    assert not held
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -184,9 +186,39 @@ def stub(
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked_for
     finally:
+        never.set()
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_ctrl_c_before_a_worker_has_begun_to_answer_is_told() -> None:
+    """What the worker has not begun to answer is broken off as well, whole or streamed."""
+    ends = ("--prefill", NOBODY, "--min-prompt-tokens", "99")
+    with (
+        stub([{}] * 2, delay_seconds=60.0) as (url, asked_for),
+        proxy(*ends, "--decode", url) as front,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        body = {"prompt": "abc", "max_tokens": 7}
+        answers = [threads.submit(front.post, body | {"stream": stream}) for stream in (False, True)]
+        wait_until(lambda: len(asked_for) == 2)
+        front.signal()
+        wait_until(lambda: not accepts(front.url))
+        front.signal()
+        for answer in answers:
+            assert answer.result(30).status_code == 503
+            assert "the proxy was told to end" in answer.result().json()["error"]["message"]
+        assert front.wait() == 0
+
+
+def accepts(url: str) -> bool:
+    """Whether a new connection is taken: a server that was told to end takes none."""
+    try:
+        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 5.0):
+            return True
+    except OSError:
+        return False
 
 
 @pytest.mark.slow

@@ -72,12 +72,15 @@ class Upstream:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256), trust_env=False
         )
         self._open: set[httpx.Response] = set()
+        self._asking: set[asyncio.Timeout] = set()
         self._releases: set[asyncio.Task[None]] = set()
         self.is_ending = False
 
     async def end(self) -> None:
         """Break off what is under way: each request ends with an error of its own."""
         self.is_ending = True
+        for asking in self._asking:
+            asking.reschedule(asyncio.get_running_loop().time())
         for answer in list(self._open):
             await answer.aclose()
 
@@ -191,27 +194,40 @@ class Upstream:
         timeout = httpx.Timeout(limit_seconds, connect=self._options.connect_seconds)
         content = None if fields is None else msgspec.json.encode(fields)
         passed = {name: headers[name] for name in _PASSED_ON if name in headers}
-        with self._named(worker, limit_seconds):
-            async with self._client.stream(
-                "GET" if fields is None else "POST",
-                worker.place.url + path,
-                content=content,
-                headers=passed | {"content-type": "application/json"},
-                timeout=timeout,
-            ) as answer:
-                if answer.status_code != 200:
-                    await _raise_status(worker, answer)
-                self._open.add(answer)
-                try:
-                    yield answer
-                finally:
-                    self._open.discard(answer)
+        asked = self._client.stream(
+            "GET" if fields is None else "POST",
+            worker.place.url + path,
+            content=content,
+            headers=passed | {"content-type": "application/json"},
+            timeout=timeout,
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self._named(worker, limit_seconds))
+            answer = await self._answer(asked, stack)
+            self._open.add(answer)
+            stack.callback(self._open.discard, answer)
+            if answer.status_code != 200:
+                await _raise_status(worker, answer)
+            yield answer
+
+    async def _answer(
+        self, asked: contextlib.AbstractAsyncContextManager[httpx.Response], stack: contextlib.AsyncExitStack
+    ) -> httpx.Response:
+        """The beginning of the answer, which ``stack`` closes. TimeoutError when all is to end."""
+        async with asyncio.timeout(0 if self.is_ending else None) as asking:
+            self._asking.add(asking)
+            try:
+                return await stack.enter_async_context(asked)
+            finally:
+                self._asking.discard(asking)
 
     @contextlib.contextmanager
     def _named(self, worker: Worker, limit_seconds: float) -> Iterator[None]:
         """The client's errors as ours."""
         try:
             yield
+        except TimeoutError as error:
+            raise EndingError(worker) from error
         except (httpx.HTTPError, httpx.StreamError) as error:
             if self.is_ending:  # it was us who broke it off
                 raise EndingError(worker) from error

@@ -16,6 +16,8 @@ from kvferry.serve.patience import PatientProtocol
 __all__ = ["run_app"]
 
 _GRACE_SECONDS = 5
+# For answers that were just made to fail to be written, where nobody waits any longer.
+_LAST_SECONDS = 2.0
 
 
 def run_app(
@@ -84,8 +86,10 @@ class _Server(uvicorn.Server):
         self._on_shutdown()
         ending = asyncio.ensure_future(self._end())
         await super().shutdown(sockets)
-        if self.force_exit:  # then uvicorn leaves both out
+        if self.force_exit:  # then uvicorn leaves all three out
             await ending
+            if self.server_state.tasks:
+                await asyncio.wait(list(self.server_state.tasks), timeout=_LAST_SECONDS)
             await self.lifespan.shutdown()
         ending.cancel()
 

@@ -14,6 +14,7 @@ import msgspec
 from kvferry.engines.base import BlockTables
 from kvferry.engines.local import LocalEngine
 from kvferry.engines.request import StepOutput
+from kvferry.errors import KVFerryError
 from kvferry.state import Exactness, ExecutionState
 from kvferry.transfer import Endpoint, Move, Pool, Timeouts
 
@@ -106,11 +107,18 @@ class EngineHost:
         return move, state
 
     def take_over(self, handed: Handed) -> int:
-        """Pull, import and say started. Returns the payload bytes that moved."""
+        """Pull, import and say started. Returns the payload bytes that moved.
+
+        An import that is refused gives the transfer up: prefill need not wait for its lease.
+        """
         tables = self.room(handed)
         try:
             move, state = self.pull(handed, tables)
-            self.engine.import_state(state, tables)
+            try:
+                self.engine.import_state(state, tables)
+            except KVFerryError as error:
+                move.abort(error)
+                raise
         except BaseException:
             self.engine.free(tables)
             raise

@@ -178,8 +178,7 @@ def _take_error(session: Session, message: m.Abort | m.Mismatch) -> None:
         error = PeerError(error.message, next_step=error.next_step)
     error.message = f"{session.peer_name} gave up: {error.message}"
     error.next_step = error.next_step or "try another worker, or recompute the request"
-    session.peer_gave_up = session.error is None
-    session.keep_error(error)
+    session.peer_said(error)
 
 
 def _take_renew(session: Session, message: m.Renew) -> None:

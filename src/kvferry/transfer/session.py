@@ -37,6 +37,7 @@ from kvferry.transfer.exchange import take
 from kvferry.transfer.payload import Part, Payload
 from kvferry.transfer.trace import PhaseClock, TransferRecord
 from kvferry.transfer.windows import used_conversions
+from kvferry.transport.base import CopyEndedError
 
 if TYPE_CHECKING:
     from kvferry.transfer.node import Node
@@ -308,6 +309,14 @@ class Session:
             self.error = error  # told only if decode gives up what it has
         elif self.error is None:
             self.error, self._failing_phase = error, self.machine.phase
+
+    def peer_said(self, error: KVFerryError) -> None:
+        """The peer's own word why it gave up. Its data path may have been first to say that it did."""
+        if isinstance(self.error, CopyEndedError):
+            self.error, self.peer_gave_up = error, True
+            return
+        self.peer_gave_up = self.error is None
+        self.keep_error(error)
 
     def final_error(self) -> KVFerryError:
         """What ended the transfer, with all that is known about it here."""

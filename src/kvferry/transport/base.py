@@ -25,7 +25,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, PeerError
 from kvferry.layout import CopyPlan
 from kvferry.transport.security import HOST_ONLY, Security
 
@@ -36,6 +36,7 @@ __all__ = [
     "CancelToken",
     "Connection",
     "Copy",
+    "CopyEndedError",
     "Direction",
     "Guard",
     "Listener",
@@ -85,6 +86,13 @@ class Memory:
         self.array = np.empty(0, np.uint8)
         if fd is not None:
             os.close(fd)
+
+
+class CopyEndedError(PeerError):
+    """The data path's word that the peer let no copy in, or ended it.
+
+    Why the peer did so it says itself, by the control path; that may come after this.
+    """
 
 
 class CancelToken:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import ErrorRecord, KVFerryError, PeerError
-from kvferry.transport.base import TRANSFER_ID_NBYTES
+from kvferry.transport.base import TRANSFER_ID_NBYTES, CopyEndedError
 from kvferry.transport.table import MAX_PIECES, first_outside
 
 __all__ = ["MARK", "MAX_REASON_NBYTES", "REQUEST", "Kind", "Operation", "Request", "encode_reason", "refusal"]
@@ -169,9 +169,9 @@ def decode_reason(encoded: bytes, peer: str) -> PeerError:
     return refusal(record, peer)
 
 
-def refusal(record: ErrorRecord, peer: str) -> PeerError:
-    """A PeerError that carries the peer's own words."""
-    return PeerError(
+def refusal(record: ErrorRecord, peer: str) -> CopyEndedError:
+    """An error that carries the words of the peer's guard."""
+    return CopyEndedError(
         f"the peer refused or ended the copy: {record.message} ({record.kind})",
         request_id=record.request_id,
         phase="move",
