@@ -1,4 +1,6 @@
-"""What giving out prefill's token at once saves. ``python bench/first_token.py [--vllm] [--json] [REPEATS]``
+"""What giving out prefill's token at once saves.
+
+    python bench/first_token.py [--vllm] [--json | --out FILE] [REPEATS]
 
 A prefill server, a decode server and two proxies before them, one for each way, on this machine, with the
 tiny random model; the same prompts by turns, streamed. Given out at once, the first token does not wait
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import httpx
+from transports import machine
 
 IS_VLLM = "--vllm" in sys.argv
 PROMPT_TOKENS = 4000 if IS_VLLM else 4096  # of 4096, which is all that the model of vLLM's tests has
@@ -90,6 +92,7 @@ def shown(value: dict[str, float]) -> str:
 def main() -> None:
     numbers = [int(argument) for argument in sys.argv[1:] if argument.isdigit()]
     repeats = numbers[0] if numbers else 15
+    facts = machine()
     found: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
     with ExitStack() as stack:
         if IS_VLLM:
@@ -107,11 +110,11 @@ def main() -> None:
                     found[way].append(seconds)
     ratios = [a[0] / b[0] for a, b in zip(found["prefill"], found["decode"], strict=True)]
     said: dict[str, Any] = {
+        "bench": "first_token",
         "repeats": repeats,
         "engine": "vllm" if IS_VLLM else "reference",
         "prompt_tokens": PROMPT_TOKENS,
-        "load": round(os.getloadavg()[0], 1),
-        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
+        "machine": facts | {"load_at_end": os.getloadavg()[0]},
         "ttft_ratio": spread(ratios),
         "ttft_saved_seconds": spread([b[0] - a[0] for a, b in zip(*found.values(), strict=True)]),
         "ways": {
@@ -125,11 +128,14 @@ def main() -> None:
     if "--json" in sys.argv:
         print(json.dumps(said))
         return
+    if "--out" in sys.argv:
+        place = Path(sys.argv[sys.argv.index("--out") + 1])
+        place.write_text(json.dumps(said, indent=1) + "\n", "utf-8")
     for way, one in said["ways"].items():
         print(f"first token from {way}")
         print(f"  TTFT            {shown(one['ttft'])} s")
         print(f"  to the second   {shown(one['second_token_gap'])} s")
-    print(f"TTFT ratio        {shown(said['ttft_ratio'])}, {repeats} pairs, load {said['load']}")
+    print(f"TTFT ratio        {shown(said['ttft_ratio'])}, {repeats} pairs")
     print(f"TTFT saved        {shown(said['ttft_saved_seconds'])} s")
 
 

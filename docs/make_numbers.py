@@ -89,8 +89,59 @@ def _cell(row: dict[str, Any], *, is_best: bool) -> str:
     return f"**{text}**" if is_best else text
 
 
+def vllm(result: dict[str, Any]) -> list[str]:
+    """Two vLLM servers: KVFerryConnector beside vLLM's own NixlConnector."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = [
+        f"`bench/vllm.py`; {versions}. A tiny random Llama on the CPU, each server on one core;",
+        f"{result['prompt_tokens']} prompt tokens, {result['repeat']} requests one after the other.",
+        "Milliseconds, median (10th to 90th percentile). *decode*: fetch the KV and make one token; *alone*:",
+        "the same server computes prompt and token itself. *transfer*: the mean that the connector's own",
+        "metrics say: kvferry's from the claim until all is visible, digests and checks included, NIXL's the",
+        "copy alone. *idle*: cores that each server's processes use when nothing is asked. *wrong*: answers",
+        "unlike the same server's own.",
+        "",
+        "| round | connector | prefill | decode | alone | transfer | MB | idle | wrong |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        if "error" in row:
+            lines.append(f"| {row['round']} | {row['connector']} | {row['error']} |" + " |" * 6)
+            continue
+        times = " | ".join(
+            "{p50:.0f} ({p10:.0f} to {p90:.0f})".format(**row[f"{name}_ms"])
+            for name in ("prefill", "decode", "alone")
+        )
+        idle = ", ".join(f"{cores:.2f}" for cores in row["idle_cpu"])
+        lines.append(
+            f"| {row['round']} | {row['connector']} | {times} | {row['transfer_ms']:.1f} | "
+            f"{row['nbytes'] / 1e6:.2f} | {idle} | {row['wrong_answers']} |"
+        )
+    return lines
+
+
+def first_token(result: dict[str, Any]) -> list[str]:
+    """What it saves to give prefill's token out at once."""
+
+    def shown(name: str, way: dict[str, Any]) -> str:
+        return "{median:.3f} ({low:.3f} to {high:.3f})".format(**way[name])
+
+    lines = [
+        f"`bench/first_token.py`, engine {result['engine']}; {result['repeats']} pairs of the same prompt of",
+        f"{result['prompt_tokens']} tokens, by turns. Seconds, median (least to most).",
+        "",
+        "| the first token is given out by | TTFT | from the first token to the second |",
+        "| --- | --- | --- |",
+    ]
+    for name, way in result["ways"].items():
+        lines.append(f"| {name} | {shown('ttft', way)} | {shown('second_token_gap', way)} |")
+    return [*lines, "", f"TTFT, prefill's over decode's, pair by pair: {shown('ttft_ratio', result)}."]
+
+
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "peers": ("kvferry beside NIXL and Mooncake", peers),
+    "vllm": ("Inside vLLM, beside its NixlConnector", vllm),
+    "first_token": ("Prefill's token given out at once", first_token),
 }
 
 
