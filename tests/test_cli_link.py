@@ -262,3 +262,22 @@ def test_a_huge_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
         file.truncate(10 * 10**9)
     assert run(["link", "show", str(path)]) == 2
     assert "that is no link file" in capsys.readouterr().err
+
+
+def test_a_file_is_replaced_whole_and_what_is_none_is_written_through(tmp_path: Path, old: str) -> None:
+    """A link keeps pointing to its file, a pipe stays a pipe (a device would), and no part is left behind."""
+    target, link, pipe = tmp_path / "target.json", tmp_path / "link.json", tmp_path / "pipe"
+    target.write_text("before")
+    link.symlink_to(target)
+    assert run(["link", "merge", old, "--out", str(link)]) == 0
+    assert link.is_symlink()
+    assert load_links(str(target)).pairs
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run(["link", "merge", old, "--out", str(pipe)]) == 0
+        assert pipe.is_fifo()
+        assert os.read(reader, 1 << 20).startswith(b"{")
+    finally:
+        os.close(reader)
+    assert not list(tmp_path.glob(".*"))

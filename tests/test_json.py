@@ -10,6 +10,8 @@ import pytest
 
 from kvferry.cli import run
 from kvferry.demo.serving import Served
+from kvferry.interference.result import Measured, profile_object
+from kvferry.plan.compute import ComputeProfile, DecodeLaw, PrefillLaw
 from kvferry.proxy.run import Proxying
 from kvferry.serve.run import Serving
 
@@ -45,6 +47,37 @@ def test_the_page_names_every_key(line: str, capsys: pytest.CaptureFixture[str])
     assert run([*line.split(), "--json"]) in {0, 4}
     printed = json.loads(capsys.readouterr().out)
     assert sorted(keys_of(line.split(maxsplit=1)[0])) == sorted(printed)
+
+
+def test_the_page_names_every_key_of_a_verb_of_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``link`` and ``certs``: the tables hold the keys of all their verbs, in order."""
+    merged, folder, page = tmp_path / "merged.json", tmp_path / "certs", tmp_path / "report.html"
+    lines = {
+        "link": (
+            ["show", "eth25"],
+            ["diff", "eth25", "eth100"],
+            ["merge", "eth25", "eth100", "--out", str(merged)],
+        ),
+        "certs": (["init", str(folder)], ["issue", str(folder), "node-1"]),
+        "report": ([str(merged), "--out", str(page)],),
+    }
+    for verb, calls in lines.items():
+        printed: list[str] = []
+        for call in calls:
+            assert run([verb, *call, "--json"]) == 0
+            printed += json.loads(capsys.readouterr().out)
+        assert keys_of(verb)[: len(printed)] == printed
+
+
+def test_the_page_names_every_key_of_a_compute_profile() -> None:
+    measured = Measured(
+        ComputeProfile("m", "g", 1, PrefillLaw(1.0, 1.0), DecodeLaw(1.0, 1.0, 1.0)),
+        *[()] * (len(Measured.__struct_fields__) - 1),
+    )
+    named = keys_of("interference")
+    assert [key for key in named if key in profile_object(measured)] == list(profile_object(measured))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from kvferry.cli.options import Flag, Whole
-from kvferry.cli.output import check_out
+from kvferry.cli.output import check_out, write_whole
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
@@ -165,10 +165,7 @@ def _write_trace(path: Path, result: DemoResult) -> None:
     parts = {name.replace("_", " "): seconds for name, seconds in fields.pop("timings").items()}
     total = parts.pop("total")
     lanes = (("request", {"time to the first token from decode": total}), ("parts", parts))
-    try:
-        path.write_bytes(msgspec.json.encode(trace_of(lanes, fields)))
-    except OSError as error:
-        raise InputError(f"trace: cannot write {path}: {error.strerror}") from error
+    write_whole(path, msgspec.json.encode(trace_of(lanes, fields)), "trace")
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:

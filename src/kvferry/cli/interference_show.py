@@ -9,8 +9,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.cli.output import write_whole
 from kvferry.cli.streams import printable
-from kvferry.errors import InputError
 from kvferry.interference import Measured
 from kvferry.plan.compute import PrefillTable
 from kvferry.units import format_seconds
@@ -27,10 +27,7 @@ STAGES = {
 
 def write(made: dict[str, Any], out: Path) -> None:
     """To a file. Raises InputError naming it."""
-    try:
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
-    except OSError as error:
-        raise InputError(f"out: {out}: {error.strerror or error}") from error
+    write_whole(out, msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n", "out")
 
 
 def show(measured: Measured) -> None:

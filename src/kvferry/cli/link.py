@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from kvferry.cli.options import Flag
+from kvferry.cli.output import write_whole
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def merge(
     merged = merge_links(_load(files), How.POOL if pool else How.NEWEST)
     for note in merged.notes:
         print(f"kvferry: {note}", file=sys.stderr)
-    _write(out, encode_links(merged.links))
+    write_whole(out, encode_links(merged.links), "out")
     if as_json:
         print_json({"out": str(out), "pairs": len(merged.links.pairs), "notes": merged.notes})
     else:
@@ -152,14 +152,3 @@ def _load(files: Sequence[str]) -> list[LinkFile]:
     if not files:
         raise InputError("FILE: give a link file or the name of a preset")
     return [load_links(name) for name in files]
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Beside the target, then renamed over it: a reader sees the old file or the new, never a part."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(data)
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"out: {path}: {error.strerror or error}") from error

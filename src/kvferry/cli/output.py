@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.errors import InputError, LocalError
 
-__all__ = ["Picture", "check_out"]
+__all__ = ["Picture", "check_out", "write_whole"]
 
 _FORMATS = ("svg", "png", "pdf")
 
@@ -28,6 +28,24 @@ def check_out(path: Path | None, field: str) -> None:
         raise InputError(
             f"{field}: {str(path)[:200]!r}: {getattr(error, 'strerror', '') or error}"
         ) from error
+
+
+def write_whole(path: Path, data: bytes, field: str) -> None:
+    """Write beside the target, then rename over it: a reader sees the old file or the new, never a part.
+
+    What is a link or no regular file (a device, a pipe) is written through. Raises InputError naming
+    the option.
+    """
+    is_through = path.is_symlink() or (path.exists() and not path.is_file())
+    part = path if is_through else path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        if not is_through:
+            part.replace(path)
+    except OSError as error:
+        if not is_through:
+            part.unlink(missing_ok=True)
+        raise InputError(f"{field}: cannot write {path}: {error.strerror or error}") from error
 
 
 class Picture:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +13,8 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from kvferry.cli.bars import Bars
 from kvferry.cli.link_show import fits_table, matrices, outlier_line, pairs_table
+from kvferry.cli.output import write_whole
 from kvferry.cli.probe_payload import Wanted
-from kvferry.errors import InputError
 from kvferry.link import LinkFile, LinkProfile, encode_links, find_outliers, summarise
 from kvferry.link.profile import ConditionFit
 from kvferry.probe import ProbeResult
@@ -43,13 +42,7 @@ class ProbeBar(Bars):
 
 def write(links: LinkFile, out: Path) -> None:
     """The link file, readable by a person and by the other verbs; the old one stays until it is whole."""
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(encode_links(links))
-        part.replace(out)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"out: {out}: {error.strerror}") from error
+    write_whole(out, encode_links(links), "out")
 
 
 def print_json(result: ProbeResult, unreachable: Mapping[str, str], payloads: Wanted) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from kvferry.cli.output import check_out
+from kvferry.cli.output import check_out, write_whole
 from kvferry.errors import InputError
 
 __all__ = ["report"]
@@ -38,15 +38,12 @@ def report(
         raise InputError("files: give at least one")
     check_out(out, "out")
     inputs = [read_input(path) for path in files]
-    page = render(inputs)
-    try:
-        out.write_text(page, "utf-8")
-    except OSError as error:
-        raise InputError(f"out: cannot write {out}: {error.strerror}") from error
+    page = render(inputs).encode()
+    write_whole(out, page, "out")
     if as_json:
         sections = [{"file": str(given.path), "kind": given.kind} for given in inputs]
-        print(json.dumps({"out": str(out), "bytes": len(page.encode()), "sections": sections}))
+        print(json.dumps({"out": str(out), "bytes": len(page), "sections": sections}))
     else:
         kinds = ", ".join(given.kind for given in inputs)
-        print(f"{out}: {kinds}; {len(page.encode()) / 1e6:.1f} MB, opens without a network")
+        print(f"{out}: {kinds}; {len(page) / 1e6:.1f} MB, opens without a network")
     return 0
