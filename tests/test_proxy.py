@@ -7,7 +7,7 @@ import json
 import shlex
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -156,26 +156,18 @@ def test_ctrl_c_in_the_middle_of_streams_ends_them_with_an_error(workers: tuple[
 
 
 @contextlib.contextmanager
-def stub(
-    answers: list[dict[str, Any]], delay_seconds: float = 0.0
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A worker of another engine: its URL, and the bodies that it was sent. It gives the answers in turn."""
-    asked_for: list[dict[str, Any]] = []
-    never = threading.Event()
+def answering(answer: Callable[[str, bytes], tuple[int, bytes]]) -> Iterator[str]:
+    """A stand-in for a worker: its URL. ``answer`` gives status and JSON for a path and a body."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            if self.path not in {"/v1/completions", "/v1/chat/completions"}:
-                self.send_error(404)
-                return
-            asked_for.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            content = json.dumps(answers[len(asked_for) - 1]).encode()
-            never.wait(delay_seconds)
-            self.send_response(200)
+            status, content = answer(self.path, self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            with contextlib.suppress(BrokenPipeError):  # whoever asked has left
+                self.wfile.write(content)
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             pass
@@ -184,12 +176,34 @@ def stub(
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked_for
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
-        never.set()
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextlib.contextmanager
+def stub(
+    answers: list[dict[str, Any]], delay_seconds: float = 0.0
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A worker of another engine: its URL, and the bodies that it was sent. It gives the answers in turn."""
+    asked_for: list[dict[str, Any]] = []
+    ended = threading.Event()
+
+    def answer(path: str, body: bytes) -> tuple[int, bytes]:
+        if path not in {"/v1/completions", "/v1/chat/completions"}:
+            return 404, b"{}"
+        asked_for.append(json.loads(body))
+        content = json.dumps(answers[len(asked_for) - 1]).encode()
+        ended.wait(delay_seconds)
+        return 200, content
+
+    with answering(answer) as url:
+        try:
+            yield url, asked_for
+        finally:
+            ended.set()
 
 
 def test_ctrl_c_before_a_worker_has_begun_to_answer_is_told() -> None:
@@ -359,59 +373,21 @@ def test_what_decode_does_not_take_is_given_back_at_prefill() -> None:
             empty(prefill)
 
 
-@contextlib.contextmanager
-def refusing() -> Iterator[str]:
+def refusing() -> contextlib.AbstractContextManager[str]:
     """A decode worker's address that answers everything 422, and has no check."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            content = b'{"error": {"message": "not today"}}'
-            self.send_response(404 if self.path.endswith("/check") else 422)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    content = b'{"error": {"message": "not today"}}'
+    return answering(lambda path, _: (404 if path.endswith("/check") else 422, content))
 
 
-@contextlib.contextmanager
-def relay(target: Server, before_answer: Any) -> Iterator[str]:
+def relay(target: Server, before_answer: Callable[[], None]) -> contextlib.AbstractContextManager[str]:
     """A prefill worker's address whose answers come after ``before_answer()``: to let it die in between."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            answer = httpx.post(target.url + self.path, content=body, timeout=60)
-            before_answer()
-            self.send_response(answer.status_code)
-            self.send_header("content-length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
+    def answer(path: str, body: bytes) -> tuple[int, bytes]:
+        given = httpx.post(target.url + path, content=body, timeout=60)
+        before_answer()
+        return given.status_code, given.content
 
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return answering(answer)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
