@@ -40,7 +40,7 @@ def unique_address(scheme: str) -> str:
     return "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}://test-{os.getpid()}-{next(_numbers)}"
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: Callable[[], Any] = str) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0, what: Callable[[], Any] = str) -> None:
     """Poll a condition that another process or thread brings about; fails the test at the deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -73,7 +73,7 @@ def nothing_left() -> Iterator[None]:
     """The test leaves no descriptor, thread, process or map behind."""
     before = held_by_this_process()
     yield
-    wait_until(lambda: not held_by_this_process() - before, 5.0, lambda: held_by_this_process() - before)
+    wait_until(lambda: not held_by_this_process() - before, 20.0, lambda: held_by_this_process() - before)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ GRACE_SECONDS = 1.0
 # Decode, which has started, holds its ticket until the peer answers, or its silence is loss.
 LET_GO_SECONDS = TIMEOUTS.lost + GRACE_SECONDS
 # Time for what has no fault in it, on a machine that is busy.
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 90.0
 NUM_BLOCKS = 64
 # One control socket, and one data channel each way; libraries have sockets of their own beside, and
 # some that they open with the first peer and keep.
