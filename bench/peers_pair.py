@@ -12,17 +12,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from kvferry.layout import CopyPlan
+from kvferry.layout import BlockTable, CopyPlan, PoolLayout
 from kvferry.testing.guards import ScriptedGuard
 from kvferry.testing.transport_pair import TRANSFER_ID, LoopThread
+from kvferry.transfer import Endpoint, Pool
 from kvferry.transport import Connection, Copy, create_shared, transport_for
 from kvferry.transport.memory import address_of
 
@@ -30,6 +33,9 @@ SECONDS = 120.0
 WORD = np.uint64(0x9E3779B97F4A7C15)
 # Between two looks at a transfer that is not over; without it two cores starve each other.
 PAUSE_SECONDS = 5e-5
+# What is shorter than a copy of so much is moved so many times in a row, and the median counts.
+SMALL_NBYTES = 1 << 20
+SMALL_TIMES = 50
 MOONCAKE_BATCH = 1024
 
 
@@ -55,6 +61,7 @@ class Side:
         self.resting = threading.Event()
         self.resting.set()
         self.library: Any = None
+        self.endpoints: dict[tuple[int, ...], Endpoint] = {}
 
     # Commands.
 
@@ -135,9 +142,50 @@ class Side:
         return timed(lambda: np.copyto(self.plain[:nbytes], self.memory.array[:nbytes]))
 
     def move(self, way: str, shape: list[int]) -> dict[str, float]:
-        cpu = time.process_time()
-        seconds = getattr(self, "_" + way)(*table(*shape))
-        return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu}
+        tables, work = table(*shape), getattr(self, "_" + way)
+        cpu, times = time.process_time(), times_of(shape)
+        seconds = statistics.median(work(*tables) for _ in range(times))
+        return {"seconds": seconds, "cpu_seconds": (time.process_time() - cpu) / times}
+
+    def open_endpoint(self, address: str, shape: list[int]) -> str:
+        """An endpoint over the same pool, whose blocks are those of the shape; where it listens."""
+        block, _, pool_blocks = shape
+        layout = PoolLayout.paged(
+            range(1),
+            kv_heads=1,
+            head_dim=block // 8,
+            dtype="float32",
+            block_size=1,
+            num_blocks=pool_blocks,
+            joined_kv=True,
+        )
+        endpoint = Endpoint.listen(address, pool=Pool(self.memory, layout), name=f"peers-{os.getpid()}")
+        self.endpoints[tuple(shape)] = endpoint
+        return endpoint.addresses[0]
+
+    def offer(self, shape: list[int]) -> list[tuple[str, float]]:
+        """Tickets, and the seconds that each offer took, digests at export among them."""
+        block, source, _ = table(*shape)
+        blocks = [BlockTable(0, (source // block).astype(np.int32))]
+        endpoint, found = self.endpoints[tuple(shape)], []
+        for _ in range(times_of(shape)):
+            started, name = time.perf_counter(), uuid.uuid4().hex
+            ticket = endpoint.offer(None, blocks, tokens=len(source), request_id=name, lease_seconds=SECONDS)
+            found.append((ticket.hex(), time.perf_counter() - started))
+        return found
+
+    def pull(self, shape: list[int], tickets: list[tuple[str, float]]) -> dict[str, float]:
+        """Fetch what was offered: claim, move, digests compared, commit, started."""
+        block, _, destination = table(*shape)
+        blocks = [BlockTable(0, (destination // block).astype(np.int32))]
+        endpoint, times = self.endpoints[tuple(shape)], []
+        for ticket, offered in tickets:
+            started = time.perf_counter()
+            move = endpoint.pull(bytes.fromhex(ticket), blocks, timeout_seconds=SECONDS)
+            move.result()
+            move.started()
+            times.append(offered + time.perf_counter() - started)
+        return {"seconds": statistics.median(times), "cpu_seconds": 0.0}
 
     def cpu(self) -> float:
         return time.process_time()
@@ -249,6 +297,11 @@ def table(block: int, count: int, pool_blocks: int) -> tuple[int, np.ndarray, np
     return block, source, destination
 
 
+def times_of(shape: list[int]) -> int:
+    """How often a shape is moved at a turn."""
+    return SMALL_TIMES if shape[0] * shape[1] < SMALL_NBYTES else 1
+
+
 def timed(call: Any) -> float:
     started = time.perf_counter()
     call()
@@ -260,6 +313,8 @@ def main() -> None:
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         print(json.dumps(getattr(side, name)(*arguments)), flush=True)
+    for endpoint in side.endpoints.values():
+        endpoint.close()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     os._exit(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -45,6 +46,11 @@ class Unsettled(Protocol):
         """The channel is gone before the peer has said so."""
 
 
+# Up to this much is said in one buffer: an I/O vector costs more than the copy into it.
+_SMALL_NBYTES = 32 << 10
+_MARK = struct.Struct("<IIQ")
+
+
 def vector_of(*buffers: NDArray[np.generic]) -> IOVecs:
     """One entry for each contiguous array; the arrays must outlive the call that uses it."""
     return np.array([(address_of(buffer), buffer.nbytes) for buffer in buffers if buffer.nbytes], IOVEC)
@@ -70,6 +76,8 @@ class Channel:
         self._sock = sock
         self._seals = seals
         self.fd = sock.fileno()
+        self._readable = select.poll()
+        self._readable.register(self.fd, select.POLLIN)
         #: Both sides are between requests; only such a channel may be used again.
         self.is_in_step = True
         #: The peer still owes a DONE of so many bytes; None when it owes nothing.
@@ -89,6 +97,11 @@ class Channel:
         on_input: Callable[[], NoReturn] | None = None,
     ) -> None:
         """Send the buffers one after the other. The peer reads each as a whole: see ``read_into``."""
+        if self._seals is None and on_input is None:
+            nbytes = sum(len(b) if isinstance(b, bytes) else b.nbytes for b in buffers)
+            if nbytes <= _SMALL_NBYTES:
+                self._say(b"".join(buffers), patience)
+                return
         arrays = [np.frombuffer(b, np.uint8) if isinstance(b, bytes) else b for b in buffers if len(b)]
         if self._seals is None:
             write_vectored(self.fd, vector_of(*arrays), patience, on_input)
@@ -98,6 +111,8 @@ class Channel:
 
     def read(self, nbytes: int, patience: Patience) -> NDArray[np.uint8]:
         """Receive exactly ``nbytes``, which the peer wrote as one buffer; the caller has bounded them."""
+        if self._seals is None and nbytes <= _SMALL_NBYTES:
+            return np.frombuffer(self._hear(nbytes, patience), np.uint8)
         data = np.empty(nbytes, np.uint8)
         self.read_into(patience, data)
         return data
@@ -112,13 +127,17 @@ class Channel:
             lambda records: read_vectored(self.fd, vector_of(*records), patience),
         )
 
+    def wait_said(self, patience: Patience) -> None:
+        """Wait, within the limits, until the peer says something or hangs up."""
+        patience.wait(self._readable)
+
     def write_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
-        self.write(patience, make_marks(kind, nbytes))
+        self.write(patience, _MARK.pack(MARK_MAGIC, kind, nbytes))
 
     def write_ended(self, error: KVFerryError, patience: Patience) -> None:
         """Tell the peer why its copy ended."""
         reason = encode_reason(error)
-        self.write(patience, make_marks(Kind.ENDED, len(reason)), reason)
+        self.write(patience, _MARK.pack(MARK_MAGIC, Kind.ENDED, len(reason)), reason)
 
     def read_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
         """Receive the mark that must come now. Raises PeerError with the reason for ENDED."""
@@ -126,9 +145,9 @@ class Channel:
 
     def check_mark(self, mark: bytes, kind: Kind, patience: Patience, nbytes: int) -> None:
         """Accept a mark that arrived if it is the expected one, else raise as ``read_mark`` does."""
-        if mark == make_marks(kind, nbytes).tobytes():
+        magic, found, length = _MARK.unpack(mark)
+        if (magic, found, length) == (MARK_MAGIC, kind, nbytes):
             return
-        magic, found, length = np.frombuffer(mark, MARK)[0].tolist()
         if magic != MARK_MAGIC:
             raise malformed("bytes that are no mark", patience.peer)
         if found == Kind.ENDED:
@@ -137,11 +156,11 @@ class Channel:
 
     def read_word(self, patience: Patience, *expected: Kind) -> Kind:
         """Receive one of the expected marks, of any number of bytes. Raises as ``read_mark`` does."""
-        mark = self.read(MARK.itemsize, patience)
-        magic, found, nbytes = mark.view(MARK)[0].tolist()
+        mark = self.read(MARK.itemsize, patience).tobytes()
+        magic, found, nbytes = _MARK.unpack(mark)
         if magic == MARK_MAGIC and found in expected:
             return Kind(found)
-        self.check_mark(mark.tobytes(), expected[0], patience, nbytes)
+        self.check_mark(mark, expected[0], patience, nbytes)
         return expected[0]
 
     def raise_reason(self, nbytes: int, patience: Patience) -> NoReturn:
@@ -166,6 +185,39 @@ class Channel:
         self.is_in_step = not self.has_input()
         return self.is_in_step
 
+    def _say(self, data: bytes, patience: Patience) -> None:
+        """Send a few bytes; the socket has room for them nearly always, so that is tried first."""
+        if not patience.is_polite:
+            patience.check()
+        left = memoryview(data)
+        poll: select.poll | None = None
+        while left:
+            try:
+                left = left[self._sock.send(left) :]
+            except (BlockingIOError, InterruptedError):
+                if poll is None:
+                    poll = select.poll()
+                    poll.register(self.fd, select.POLLOUT)
+                patience.wait(poll)
+            except OSError as error:
+                raise patience.lost(error.strerror, len(data) - len(left)) from None
+
+    def _hear(self, nbytes: int, patience: Patience) -> bytearray:
+        data = bytearray(nbytes)
+        done, view = 0, memoryview(data)
+        while done < nbytes:
+            patience.wait(self._readable)
+            try:
+                got = self._sock.recv_into(view[done:])
+            except (BlockingIOError, InterruptedError):
+                continue
+            except OSError as error:
+                raise patience.lost(error.strerror, done) from None
+            if not got:
+                raise patience.lost("the peer closed it", done)
+            done += got
+        return data
+
     def take_settled(self) -> None:
         """The peer has said its last word: whatever it wrote into is free."""
         unsettled, self.unsettled = self.unsettled, None
@@ -174,12 +226,10 @@ class Channel:
 
     def _read_to_end(self, unsettled: Unsettled, patience: Patience) -> None:
         """Pass over what comes before the peer's last word. At the limits the channel can try again."""
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
         word = Kind.DATA
         while word is not Kind.DONE:
             self.is_in_step = True
-            patience.wait(poll)
+            patience.wait(self._readable)
             self.is_in_step = False
             try:
                 word = self.read_word(patience, Kind.ADMITTED, Kind.DATA, Kind.DONE)
@@ -206,9 +256,7 @@ class Channel:
 
     def wait_input(self) -> bool:
         """Wait, however long, for the peer to say something; False when it hung up instead."""
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        poll.poll()
+        self._readable.poll()
         try:
             return bool(self._sock.recv(1, socket.MSG_PEEK))
         except OSError:

@@ -10,7 +10,6 @@ the release or an end came first. docs/decisions/0053-admission-over-shm.md.
 from __future__ import annotations
 
 import contextlib
-import select
 import time
 from collections.abc import Callable, Iterator
 
@@ -74,11 +73,9 @@ def serve_look(channel: Channel, patience: Patience) -> None:
     """Admit, then wait for the release; if the admission ends before it, the reader is told first."""
     patience.check()
     channel.is_in_step = False
-    poll = select.poll()
-    poll.register(channel.fd, select.POLLIN)
     try:
         channel.write_mark(Kind.ADMITTED, patience)
-        patience.wait(poll)
+        channel.wait_said(patience)
         channel.read_mark(Kind.RELEASE, patience)
     except BaseException as error:
         if isinstance(error, KVFerryError):

@@ -206,4 +206,5 @@ def _seal_problem(fd: int, nbytes: int) -> str | None:
 
 def address_of(array: NDArray[Any]) -> int:
     """Where the first byte of an array lies in this process."""
-    return int(array.ctypes.data)
+    # A third of the time of array.ctypes, which makes an object first; a copy asks a dozen times.
+    return int(array.__array_interface__["data"][0])

@@ -8,6 +8,7 @@ our own copy. A window whose last use is not known to be over is never used agai
 from __future__ import annotations
 
 import mmap
+import os
 import select
 import threading
 import time
@@ -29,7 +30,9 @@ __all__ = ["MAX_PAIRS", "WINDOW_NBYTES", "Arena", "Mover", "Pair", "Posted", "Pr
 WINDOW_NBYTES = 2 * STEP_NBYTES
 # Of one process: 128 MiB of addresses, of which only what is used gets pages.
 MAX_PAIRS = 32
-# How long a wait that drives the library sleeps between two looks, while things move and after a while.
+# Between two looks a wait that drives the library gives way at first, as long as a small transfer may
+# take, then sleeps: shortly while things move, and longer after a while.
+_GIVE_WAY_SECONDS = 1e-4
 _SHORT_SECONDS, _LONG_SECONDS = 5e-5, 1e-3
 _BUSY_SECONDS = 0.05
 
@@ -88,7 +91,10 @@ class Progressing(Patience):
         if self.progress is not None:
             self.progress()
         waited = time.monotonic() - started
-        time.sleep(_SHORT_SECONDS if waited < _BUSY_SECONDS else _LONG_SECONDS)
+        if waited < _GIVE_WAY_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(_SHORT_SECONDS if waited < _BUSY_SECONDS else _LONG_SECONDS)
         return waited
 
 
