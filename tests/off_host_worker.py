@@ -21,6 +21,7 @@ from kvferry.layout import BlockTable, PoolLayout
 from kvferry.transfer import Endpoint, Pool, TransferRecord
 from kvferry.transport import Identity
 
+REQUEST = "request-whose-name-is-told-on-the-control-connection"
 NEEDLE = b"the KV of a prompt that is nobody else's business"
 
 
@@ -38,9 +39,9 @@ class Lines(logging.Handler):
 def hold(endpoint: Endpoint, role: str, table: BlockTable, tokens: int) -> str:
     """Hold blocks for the peer until that has ended, or nobody wants to know; the peer's name."""
     if role == "prefill":
-        ticket = endpoint.offer(None, table, tokens=tokens, request_id="r")
+        ticket = endpoint.offer(None, table, tokens=tokens, request_id=REQUEST)
     else:
-        ticket = endpoint.reserve("r", tokens, table)
+        ticket = endpoint.reserve(REQUEST, tokens, table)
     print(json.dumps({"ticket": base64.b64encode(ticket).decode()}), flush=True)
     outcome = endpoint.outcome(ticket)
     while not outcome.done() and not select.select([sys.stdin], [], [], 0.02)[0]:

@@ -100,7 +100,7 @@ class Channel:
         if self._seals is None and on_input is None:
             nbytes = sum(len(b) if isinstance(b, bytes) else b.nbytes for b in buffers)
             if nbytes <= _SMALL_NBYTES:
-                self._say(b"".join(buffers), patience)
+                self._say(b"".join(b if isinstance(b, bytes) else b.data for b in buffers), patience)
                 return
         arrays = [np.frombuffer(b, np.uint8) if isinstance(b, bytes) else b for b in buffers if len(b)]
         if self._seals is None:
@@ -200,7 +200,7 @@ class Channel:
                     poll.register(self.fd, select.POLLOUT)
                 patience.wait(poll)
             except OSError as error:
-                raise patience.lost(error.strerror, len(data) - len(left)) from None
+                raise patience.lost(str(error.strerror), len(data) - len(left)) from None
 
     def _hear(self, nbytes: int, patience: Patience) -> bytearray:
         data = bytearray(nbytes)
@@ -212,7 +212,7 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 continue
             except OSError as error:
-                raise patience.lost(error.strerror, done) from None
+                raise patience.lost(str(error.strerror), done) from None
             if not got:
                 raise patience.lost("the peer closed it", done)
             done += got
