@@ -14,6 +14,7 @@ import pytest
 
 from kvferry.cli import run
 from kvferry.cli.doctor import _show, _show_transports
+from kvferry.errors import LocalError
 from kvferry.probe import doctor
 from kvferry.probe.doctor import Examination, TransportState
 from kvferry.probe.facts import host_facts, transport_facts
@@ -158,6 +159,21 @@ def test_what_is_wrong_with_mooncake_is_told_with_the_fix(
     monkeypatch.setattr(mooncake_engine.ctypes, "CDLL", load)
     told = told_of("mooncake", capsys)
     assert (why in told) if why else told == ""
+
+
+def test_mooncake_is_not_told_rdma_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would come up all the same and carry everything by tcp; no device, and another than is named."""
+    monkeypatch.setattr(mooncake_engine, "DEVICES", str(tmp_path / "infiniband"))
+    assert mooncake_engine.lacking("tcp", "") is None
+    for device, fix in (("", "or use protocol=tcp"), ("mlx5_0", "or use protocol=tcp")):
+        with pytest.raises(LocalError, match=fix):
+            mooncake_engine.shared_engine("127.0.0.1", "rdma", device)
+    (tmp_path / "infiniband" / "mlx5_1").mkdir(parents=True)
+    assert mooncake_engine.lacking("rdma", "mlx5_1") is None
+    with pytest.raises(LocalError, match="there is no mlx5_0, only mlx5_1"):
+        mooncake_engine.shared_engine("127.0.0.1", "rdma", "mlx5_0")
 
 
 def versions(known: dict[str, str | None]) -> Callable[[str], str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvferry.cli import run
 from kvferry.errors import DeadlineError, TransportError
 from kvferry.testing.plans import expected_copy, expected_digests, random_plan
 from kvferry.testing.transport_fixture import POOL_NBYTES, check_error
@@ -131,8 +132,11 @@ def test_a_process_with_an_engine_ends_as_it_says() -> None:
     assert (ended.returncode, ended.stdout) == (3, "")
 
 
-def test_agents_that_allow_it_are_probed_over_it() -> None:
-    """``--data`` says so, for the wildcard that the engine listens at; without it the reason is told."""
+def test_agents_that_allow_it_are_probed_over_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--data`` says so, for the wildcard that the engine listens at; without it the reason is told.
+
+    The doctor has no word about its own host, and says what to do instead.
+    """
     data = "mooncake://127.0.0.1:0?wildcard=yes"
     more = [["--listen", "127.0.0.1:0", "--name", name, "--data", data] for name in "ab"]
     small = ("--bytes", "64KiB", "--repeat", "1", "--mode", "pull", "--transport", "mooncake", "--json")
@@ -140,6 +144,11 @@ def test_agents_that_allow_it_are_probed_over_it() -> None:
         done = probe(found[0].address, found[1].address, *small)
         assert done.returncode == 0, done.stderr
         assert {row["path"] for row in json.loads(done.stdout)["pairs"]} == {"mooncake-tcp"}
+        assert run(["doctor", found[0].address, "--json"]) == 0
+        (peer,) = json.loads(capsys.readouterr().out)["peers"]
+        (why,) = [state["why"] for state in peer["transports"] if state["scheme"] == "mooncake"]
+        assert why.startswith("not tried from here: ")
+        assert "agents whose --data says so" in why
         done = probe(found[0].address, found[2].address, *small)
         assert done.returncode == 2
         assert "add wildcard=yes" in done.stderr

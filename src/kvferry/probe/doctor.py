@@ -175,8 +175,16 @@ async def _try(site: AgentSite, scheme: str, tls: Identity | None) -> TransportS
     room = Room.of([_PAYLOAD])
     encrypted = site.is_encrypted and scheme == "tcp"
     try:
-        for each in (site, local):
-            await each.open(_SECONDS, room=room, transports=(scheme,), integrity=True, tls=encrypted)
+        await site.open(_SECONDS, room=room, transports=(scheme,), integrity=True, tls=encrypted)
+        try:
+            await local.open(_SECONDS, room=room, transports=(scheme,), integrity=True, tls=encrypted)
+        except InputError as error:  # what this host has to be asked for, and nobody has asked
+            return TransportState(
+                scheme,
+                False,
+                f"not tried from here: {error.message}; `kvferry probe` tries it between agents whose --data "
+                "says so",
+            )
         flow = Flow(site, local, Mode.PULL, scheme, Conditions(mode=Mode.PULL))
         copies = await flow.copy(_PAYLOAD, 1)
         await flow.compare(_PAYLOAD)

@@ -32,6 +32,7 @@ INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 # The engine's own limit of 1,024 queued transfers a peer fails what comes above it, at once.
 SETTINGS = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
 PENDING, DONE = 0, 1
+DEVICES = "/sys/class/infiniband"
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -59,13 +60,37 @@ def missing() -> str | None:
     return None
 
 
+def lacking(protocol: str, device: str) -> str | None:
+    """Which device is not there for a protocol, with the fix; None where nothing is lacking.
+
+    The engine itself does not say: told rdma where there is none, it comes up and carries all by tcp.
+    """
+    if protocol != "rdma":
+        return None
+    there = sorted(os.listdir(DEVICES)) if os.path.isdir(DEVICES) else []
+    if not there:
+        return (
+            f"protocol=rdma, and there is no RDMA device in {DEVICES}: load the driver, give the container "
+            "the device, or use protocol=tcp"
+        )
+    absent = [name for name in device.split(",") if name and name not in there]
+    return f"device={device}: there is no {absent[0]}, only {', '.join(there)}" if absent else None
+
+
 def shared_engine(host: str, protocol: str, device: str) -> MooncakeEngine:
     """This process's engine, made at the first call.
 
     ``host`` is the address under which peers reach it. Raises LocalError when Mooncake is missing, does
-    not come up, or came up already in another way.
+    not come up, came up already in another way, or lacks the protocol's device.
     """
     wanted = host, protocol, device
+    if problem := lacking(protocol, device):
+        raise LocalError(
+            f"Mooncake: {problem}",
+            phase="connect",
+            peer="this process",
+            next_step="`kvferry doctor` tells what this node has",
+        )
     with _lock:
         engine = _engines.get(os.getpid())
         if engine is None:
