@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,23 @@ def test_a_real_proxy_between_two_hosts_is_measured_and_named(tmp_path: Path) ->
         ("n1", "n0", PROXY),
     }
     assert f"via {PROXY}" in links.pairs[0].pair
+
+
+def test_a_program_that_is_ended_leaves_no_namespace() -> None:
+    """SIGTERM in the middle: exit status 143, and every namespace that it made is gone."""
+    with namespaces(1):
+        program = (
+            "import sys, time; from kvferry.testing.namespaces import Namespaces\n"
+            "with Namespaces(2) as hosts: print(*hosts.names, flush=True); time.sleep(60)"
+        )
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            names = process.stdout.readline().split()
+            assert len(names) == 2
+            assert all(Path("/run/netns", name).exists() for name in names)
+            process.terminate()
+            assert process.wait(30) == 143
+    assert not any(Path("/run/netns", name).exists() for name in names)
 
 
 PROXY, BEHIND, TUNNEL = "127.0.0.1:9000", "127.0.0.1:7401", 9443

@@ -1,7 +1,8 @@
 """Several hosts on one machine: network namespaces on a bridge, with shaped, asymmetric or cut links.
 
 Linux, as root, with iproute2 (``ip`` and ``tc``) and the kernel's veth and tbf. Rates are of what a node
-sends. Everything is removed at the end; processes that were started inside are their starter's to end.
+sends. Everything is removed at the end, on SIGTERM too; processes that were started inside are their
+starter's to end.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
+import threading
 import time
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import NoReturn, Self
 
 __all__ = ["Namespaces", "why_no_namespaces"]
 
@@ -56,8 +59,16 @@ class Namespaces:
         self.hosts = [f"10.99.0.{number + 1}" for number in range(count)]
         self._switch = f"{stem}-switch"
         self._made: list[str] = []
+        self._took_sigterm = False
 
     def __enter__(self) -> Self:
+        # Untouched, SIGTERM ends a program without its __exit__, and namespaces outlive their maker.
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        ):
+            signal.signal(signal.SIGTERM, _end)
+            self._took_sigterm = True
         try:
             self._make(self._switch)
             _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
@@ -79,8 +90,13 @@ class Namespaces:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._made:
-            _run("ip", "netns", "del", self._made.pop())
+        try:
+            while self._made:
+                _run("ip", "netns", "del", self._made.pop())
+        finally:
+            if self._took_sigterm:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                self._took_sigterm = False
 
     def inside(self, number: int) -> list[str]:
         """The command that runs another one in a namespace."""
@@ -128,6 +144,11 @@ class Namespaces:
     def _make(self, name: str) -> None:
         _run("ip", "netns", "add", name)
         self._made.append(name)
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one does not end what the first one began
+    raise SystemExit(128 + number)
 
 
 def _shape(bits_per_second: float) -> list[str]:
