@@ -1,10 +1,11 @@
 """Does a profile fitted from payloads up to 64 MiB predict handoffs of 4 KiB to 512 MiB? On shaped links.
 
-    python bench/prediction.py [--rates 100M 1G] [--seconds 120] [--largest 512MiB] [--json FILE]
+    python bench/prediction.py [--rates 100M 1G] [--seconds 120] [--largest 512MiB] [--modes pull] [--json F]
 
 Two agents in network namespaces, joined by veth with a token bucket (root, iproute2). For each rate the
 pair is probed by the sweep of `kvferry probe`, and in turns with it whole handoffs of other sizes and
 block sizes are made. The fit knows only the sweep. Errors are measured over predicted less one.
+``none`` is no shaping; ``1G/100M`` is 1 Gb/s for what prefill sends, 100 Mb/s for what decode sends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from kvferry.errors import NoPlanError
+from kvferry.errors import InputError, NoPlanError
 from kvferry.link import Conditions, LinkFit, Mode, fit_link
 from kvferry.probe import AgentSite, Payload, Room, close_all, sizes_up_to
 from kvferry.probe.sweep import Flow, Limits, sweep
@@ -35,6 +36,8 @@ from kvferry.units import format_bytes, format_seconds, parse_bytes, parse_rate
 PROBED = Payload(64 << 20, 32 << 10)
 SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB to 256 MiB, and then the largest
 TURNS, FEWEST_TURNS, COPIES, P95_COPIES = 12, 5, 8, 40
+# Copies that take less than this are made twice as often: their tail is a matter of single stalls.
+SHORT_SECONDS = 0.05
 
 
 def wanted(largest: int) -> list[Payload]:
@@ -83,7 +86,8 @@ async def in_turns(
                 continue
             # The first of each exchange warms what other sizes have cooled, and is not counted.
             flow.expected, large = max(mean, 0.5), mean > 1.0
-            copies = await flow.copy(payload, 1 if large else 1 + COPIES)
+            count = 2 * COPIES if mean < SHORT_SECONDS else COPIES
+            copies = await flow.copy(payload, 1 if large else 1 + count)
             times[payload] += [copied.seconds for copied in copies.copies[0 if large else 1 :]]
             if turn == 1:
                 await flow.compare(payload)
@@ -145,15 +149,25 @@ def agents(hosts: Namespaces) -> Any:
             process.wait(30)
 
 
+def bits_per_second(rate: str) -> list[float | None]:
+    """What prefill's and decode's nodes send at most; None for unshaped. Raises InputError."""
+    sends = rate.split("/")
+    if len(sends) > 2:
+        raise InputError(f"rates: {rate!r} is not a rate, nor two with a / between")
+    found = [None if each == "none" else 8 * parse_rate(f"{each}b/s", "rates") for each in sends]
+    return found if len(found) == 2 else 2 * found
+
+
 def bench(rate: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows of one rate."""
-    bits = 0.0 if rate == "none" else 8 * parse_rate(f"{rate}b/s".replace("bb/s", "b/s"))
     with Namespaces(2) as hosts:
-        for number in range(2) if bits else ():
-            hosts.shape(number, bits)
+        for number, bits in enumerate(bits_per_second(rate)):
+            if bits is not None:
+                hosts.shape(number, bits)
         with agents(hosts) as addresses:
             command = [*hosts.inside(0), sys.executable, __file__, "--inside", *addresses]
             command += ["--seconds", str(options.seconds), "--largest", options.largest]
+            command += ["--modes", *options.modes]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     *said, last = done.stdout.splitlines()
     print("\n".join(said))
@@ -190,6 +204,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["100M", "1G"])
     parser.add_argument("--seconds", type=float, default=120.0, help="at least, for each rate and mode")
     parser.add_argument("--largest", default="512MiB")
+    parser.add_argument("--modes", nargs="+", choices=[str(mode) for mode in Mode], default=["pull", "push"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -197,11 +212,17 @@ def main() -> None:
         largest = parse_bytes(options.largest)
         rows = [
             each
-            for mode in (Mode.PULL, Mode.PUSH)
-            for each in asyncio.run(measure(options.inside, mode, options.seconds, largest))
+            for mode in options.modes
+            for each in asyncio.run(measure(options.inside, Mode(mode), options.seconds, largest))
         ]
         print(json.dumps(rows))
         return
+    try:
+        for rate in options.rates:
+            bits_per_second(rate)
+        parse_bytes(options.largest)
+    except InputError as error:
+        parser.error(error.message)
     if why := why_no_namespaces():
         sys.exit(why)
     rows = []

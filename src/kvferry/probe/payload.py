@@ -154,7 +154,11 @@ class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def sizes_up_to(largest: Payload) -> list[Payload]:
-    """Payloads from 64 KiB up to the largest by factors of four, in blocks of two sizes; smallest first."""
+    """Payloads from 64 KiB up to the largest by factors of four, in blocks of two sizes; smallest first.
+
+    Before them, two small blocks: on a slow link the bytes of 64 KiB take longer than its start, and the
+    start of a copy is seen only where its bytes take next to nothing.
+    """
     small = max(64, largest.block_bytes // _SMALL_BLOCK // 4 * 4)
     payloads = []
     for block, top in ((largest.block_bytes, largest.nbytes), (small, largest.nbytes // _SMALL_PAYLOAD)):
@@ -163,5 +167,7 @@ def sizes_up_to(largest: Payload) -> list[Payload]:
         while sizes[-1] // 4 >= 2 * least:
             sizes.append(sizes[-1] // 4)
         payloads += [Payload(size, block, largest.full_layers) for size in (*sizes, least)]
+    if largest.nbytes > SMALLEST_NBYTES:
+        payloads.append(Payload(2 * small, small, largest.full_layers))
     by_size = sorted(payloads, key=lambda payload: (payload.nbytes, payload.descriptors))
     return list(dict.fromkeys(by_size))

@@ -36,8 +36,9 @@ __all__ = ["Exporting", "known"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Planned and summed in less time than a thread takes to wake and to report, on the loop's own core.
-SMALL_NBYTES = 64 << 10
+# Planned and summed in no more time than a thread takes to wake and to report (0.12 ms each, on a
+# 2 vCPU EPYC), on the loop's own core.
+SMALL_NBYTES = 512 << 10
 
 
 class Exporting:
