@@ -21,8 +21,9 @@ from kvferry.cli import run
 from kvferry.errors import CapacityError, DeadlineError, InputError, KVFerryError, NoPlanError, TransportError
 from kvferry.interference import InterferenceOptions, Measured, measure, measured_lengths, profile_object
 from kvferry.interference.client import UniquePrompts
+from kvferry.interference.result import Alone, bunched
 from kvferry.plan import DecodeLaw, PrefillLaw, ProfileChoice, parse_profile
-from kvferry.plan.interference_fit import MixedFit, Window, chunk_seconds, fit_mixed
+from kvferry.plan.interference_fit import GapSummary, MixedFit, Window, chunk_seconds, fit_mixed
 from plan_kit import profile
 from serve_kit import Server
 from virtual_time import PlantedServer, run_virtually
@@ -99,6 +100,14 @@ def test_a_server_whose_times_would_mean_something_else_is_refused(
 def test_answers_that_a_busy_machine_held_up_are_asked_for_again() -> None:
     """One or two that come all at once do not mean that the server collects them."""
     assert measured(PlantedServer(buffers=2)).profile.worst_error is not None
+
+
+def test_tokens_that_are_read_several_at_once_are_told() -> None:
+    """Of eight streams: the mean is a step, the median is not. A heavy tail alone is no bunching."""
+    gaps = [0.04, *[1e-5] * 4] * 20
+    assert "with 8 streams half of the tokens" in str(bunched([Alone(8, 300.0, GapSummary.of(gaps))]))
+    assert bunched([Alone(8, 300.0, GapSummary.of([0.01] * 95 + [0.3] * 5))]) is None
+    assert not measured(PlantedServer()).notes
 
 
 def test_a_prefix_cache_does_not_touch_new_prompts_and_is_told() -> None:

@@ -15,7 +15,7 @@ import msgspec
 from kvferry.errors import DeadlineError, InputError, NoPlanError
 from kvferry.interference.client import Budget, Client, Reply, UniquePrompts
 from kvferry.interference.options import InterferenceOptions, check_options, measured_lengths
-from kvferry.interference.result import Alone, Measured
+from kvferry.interference.result import Alone, Measured, bunched
 from kvferry.interference.streams import Decoding, arrive, decode_alone, decoding
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.compute_fit import ComputeSample, fit_profile
@@ -252,6 +252,8 @@ class _Measuring:
             self.notes.append(f"{why}; mixed_share is left out, so that plans try both ends")
         if (doubt := profile.doubt) is not None:
             self.notes.append(f"{doubt}: the machine may be busy with something else; measure again")
+        if (why := bunched(self.alone)) is not None:
+            self.notes.append(why)
         joined = [_join(windows[at : at + _PARTS]) for at in range(0, len(windows), _PARTS)]
         tails = [
             check_tail(profile, window, self.options.prompt_lengths, self.options.chunk_tokens)
