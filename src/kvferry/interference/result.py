@@ -55,9 +55,9 @@ def bunched(alone: Sequence[Alone]) -> str | None:
         if row.itl.p50 < _HARDLY * row.itl.mean:
             soon, mean = format_seconds(row.itl.p50), format_seconds(row.itl.mean)
             return (
-                f"with {row.batch} streams half of the tokens came within {soon} of the one before, and the mean "
-                f"is {mean}: the server writes, or this machine reads, several at once; means and laws hold, "
-                f"percentiles do not"
+                f"with {row.batch} streams half of the tokens came within {soon} of the one before, and the "
+                f"mean is {mean}: the server writes, or this machine reads, several at once; means and laws "
+                f"hold, percentiles do not"
             )
     return None
 
