@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from kvferry.errors import PeerError, TransportError
+from kvferry.layout import BlockTable, PoolLayout, copy_plan
 from kvferry.testing.guards import ScriptedGuard
 from kvferry.testing.plans import expected_digests, make_plan, random_plan
 from kvferry.testing.transport_pair import WAIT_SECONDS, LoopThread, TransportPair
-from kvferry.transport import shm_offer
+from kvferry.transport import shm, shm_offer
 from kvferry.transport.base import Connection, Direction, Memory
 from kvferry.transport.memory import create_shared, private
+from kvferry.transport.shared_copy import copy_strided
 from kvferry.transport.shm import ShmTransport
 from transport_raw import (
     POOL_NBYTES,
@@ -43,6 +45,44 @@ def test_private_memory_is_read_from_its_process() -> None:
         assert arrived.path == "cma"
         assert arrived.digests is not None
         assert arrived.digests.tolist() == expected_digests(plan, other.memory.array)
+    pair.close()
+
+
+@pytest.mark.parametrize(("layers_a_table", "is_strided"), [(8, True), (1, False)])
+def test_blocks_of_all_layers_are_copied_at_once_only_where_that_is_much(
+    layers_a_table: int, is_strided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads where two can run; every byte in its place by either form, and no other byte touched."""
+    layers, blocks, size = 8, 64, 16 << 10
+    layout = PoolLayout.beside(
+        *(
+            PoolLayout.paged(
+                range(first, first + layers_a_table),
+                kv_heads=1,
+                head_dim=size // 4,
+                dtype="float32",
+                block_size=1,
+                num_blocks=2 * blocks,
+                name=f"from-{first}",
+            )
+            for first in range(0, layers, layers_a_table)
+        )
+    )
+    rng = np.random.default_rng(5)
+    tables = [[BlockTable(0, 2 * rng.permutation(blocks) + side) for _ in layout.groups] for side in range(2)]
+    plan = copy_plan(layout, layout, *tables, blocks)
+    calls: list[int] = []
+    monkeypatch.setattr(shm, "copy_strided", lambda *args: (calls.append(1), copy_strided(*args)))
+    pair = shm_pair(create_shared(layout.nbytes), create_shared(layout.nbytes))
+    here, there = pair.connecting, pair.listening
+    assert here.connection.streams == min(2, len(os.sched_getaffinity(0)))
+    there.memory.array[:] = np.frombuffer(rng.bytes(layout.nbytes), np.uint8)
+    here.copy(Direction.READ, plan, integrity=False)
+    assert len(calls) == (here.connection.streams if is_strided else 0)
+    expected = np.zeros(layout.nbytes, np.uint8)
+    for dst, src, nbytes in zip(plan.dst_offset, plan.src_offset, plan.nbytes, strict=True):
+        expected[dst : dst + nbytes] = there.memory.array[src : src + nbytes]
+    assert np.array_equal(here.memory.array, expected)
     pair.close()
 
 

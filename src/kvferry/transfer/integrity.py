@@ -16,6 +16,7 @@ from kvferry.errors import CorruptError
 from kvferry.layout import CopyPlan, PieceTable
 from kvferry.transport.base import Arrived
 from kvferry.transport.digest import digest_chunks
+from kvferry.transport.table import chunk_nbytes
 
 __all__ = [
     "NO_DIGESTS",
@@ -85,6 +86,8 @@ def check_coverage(plan: CopyPlan, arrived: Sequence[Arrived]) -> None:
     The peer may have chosen where its pieces went. Digests say that the right bytes arrived; this
     says that they lie where this side's own plan wants them, and that none is missing.
     """
+    if _is_as_planned(plan, arrived):
+        return
     offset, nbytes, chunk_id = _landed_pieces(arrived)
     starts, sizes, at, ids = _merged_destination(plan)
     order = np.argsort(starts, kind="stable")
@@ -107,6 +110,20 @@ def check_coverage(plan: CopyPlan, arrived: Sequence[Arrived]) -> None:
     same_chunk = chunk_id[1:] == chunk_id[:-1]
     if (same_chunk & (position[1:] < position[:-1])).any():
         raise _misplaced("the pieces of a chunk arrived in another order than the plan's")
+
+
+def _is_as_planned(plan: CopyPlan, arrived: Sequence[Arrived]) -> bool:
+    """The very pieces of the plan, in its order: the usual case, seen without a search for each piece."""
+    wanted = {
+        "piece_offset": plan.dst_offset,
+        "piece_nbytes": plan.nbytes,
+        "chunk_id": plan.chunk_id,
+        "chunk_nbytes": chunk_nbytes(plan),
+    }
+    return all(
+        np.array_equal(np.concatenate([_NONE, *(getattr(part, name) for part in arrived)]), column)
+        for name, column in wanted.items()
+    )
 
 
 def _landed_pieces(

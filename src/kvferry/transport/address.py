@@ -38,7 +38,11 @@ class Address:
     @property
     def streams(self) -> int:
         """How many data threads one copy may use: option ``streams``, by default 1."""
-        return int(self.options.get("streams", "1"))
+        return self.streams_or(1)
+
+    def streams_or(self, default: int) -> int:
+        """Option ``streams``, or what this transport takes where it was not given."""
+        return int(self.options.get("streams", default))
 
 
 def parse_address(text: str, scheme: str, options: tuple[str, ...]) -> Address:

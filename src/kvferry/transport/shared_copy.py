@@ -21,7 +21,7 @@ from kvferry.transport.staging import Pieces, step_starts, thread_staging
 from kvferry.transport.table import Part, split_pieces
 from kvferry.transport.vectored import copy_from_process, iovecs, merge_touching
 
-__all__ = ["Mapped", "OtherProcess", "Source", "copy_part", "copy_strided"]
+__all__ = ["Mapped", "OtherProcess", "Source", "copy_part", "copy_strided", "pays_strided"]
 
 Bytes = NDArray[np.uint8]
 Int64 = NDArray[np.int64]
@@ -31,9 +31,11 @@ Gather = Callable[[int, int, Bytes], None]
 
 # Between two checks: under a millisecond of copying, beside which a check costs nothing.
 CHECK_NBYTES = 4 << 20
-# Mapped pieces of this mean size and more are copied by a NumPy call each, which at 32 KiB was
-# twice as fast as going through staging; below 8 KiB the calls cost more than the second copy.
-LARGE_NBYTES = 16 << 10
+# Mapped pieces of this mean size and more are copied by a NumPy call each; below it the calls, which
+# two threads cannot make at once, cost more than a second copy through staging (decision 168).
+LARGE_NBYTES = 32 << 10
+# Likewise strided copies, of which each takes more Python than a slice.
+LARGE_STRIDED_NBYTES = 128 << 10
 
 
 class Source(ABC):
@@ -110,6 +112,11 @@ def copy_part(
     sums = ChunkDigests(part.chunk_end)
     _copy_staged(source, part, into, check, sums)
     return sums.digests()
+
+
+def pays_strided(plan: StridedPlan, total_nbytes: int) -> bool:
+    """Whether its copies are large enough for a call each."""
+    return total_nbytes >= LARGE_STRIDED_NBYTES * len(plan)
 
 
 def copy_strided(plan: StridedPlan, source: Bytes, into: Bytes, check: Check) -> None:

@@ -26,7 +26,7 @@ from kvferry.transport.look import looking, serve_look
 from kvferry.transport.memory import create_shared
 from kvferry.transport.patience import Patience
 from kvferry.transport.serving import Handler
-from kvferry.transport.shared_copy import Mapped, Source, copy_part, copy_strided
+from kvferry.transport.shared_copy import Mapped, Source, copy_part, copy_strided, pays_strided
 from kvferry.transport.shm_offer import Cookie, check_same_user, receive_offer, send_offer, source_for
 from kvferry.transport.socket_transport import SocketTransport
 from kvferry.transport.table import Part, first_outside, lanes_for, outside_of_peer, split_copy
@@ -61,9 +61,15 @@ class ShmConnection(SocketConnection):
         source = self._checked_source(copy)
         strided = None if copy.integrity else copy.plan.product
         parts = split_copy(copy, direction, self.memory.nbytes, self.peer_address)
-        if strided is None or len(parts) != 1 or not isinstance(source, Mapped):
+        total = copy.plan.total_nbytes
+        if (
+            strided is None
+            or len(parts) != 1
+            or not isinstance(source, Mapped)
+            or not pays_strided(strided, total)
+        ):
             return super()._move(direction, copy, patience)
-        lanes = lanes_for(copy.plan.total_nbytes, self.streams)
+        lanes = lanes_for(total, self.streams)
         with (
             self._asking.channel(patience) as channel,
             looking(channel, copy, parts[0], patience) as check,
@@ -183,10 +189,15 @@ class ShmTransport(SocketTransport):
             if offer.fd is not None:
                 os.close(offer.fd)
         connection = ShmConnection(
-            self.memory, self.guard, peer, streams=address.streams, open_channel=open_channel
+            self.memory, self.guard, peer, streams=address.streams_or(_threads()), open_channel=open_channel
         )
         connection.use(source, offer.nbytes)
         return connection
+
+
+def _threads() -> int:
+    """Threads of one copy: two of them move 1.8 times the bytes of one, where they can run side by side."""
+    return min(2, len(os.sched_getaffinity(0)))
 
 
 def _serve_look(channel: Channel, _request: Request, patience: Patience) -> None:
