@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvferry.layout import (
     PoolLayout,
     Role,
     TensorLayout,
+    check_tables,
     chunk_name,
     copy_plan,
     source_pieces,
@@ -299,6 +301,35 @@ def test_bad_requests_are_named(options: dict[str, object], message: str) -> Non
     dst = [options.pop("dst", good)]
     with pytest.raises(InputError, match=message):
         copy_plan(pool, pool, src, dst, options.pop("tokens", 10), **options)
+
+
+@pytest.mark.parametrize(
+    ("table", "tokens"),
+    [
+        (BlockTable(0, [1, 2, 3]), 12),
+        (BlockTable(0, [1, 2, 3]), 13),
+        (BlockTable(0, [4, 5, 4]), 12),
+        (BlockTable(0, [4, 5, 20]), 12),
+        (BlockTable(0, [4, 5, 20]), 8),
+        (BlockTable(1, [4, 5]), 12),
+        (BlockTable(0, []), 0),
+        (BlockTable(0, [4], tokens=3), 4),
+        (BlockTable(0, [4]), -1),
+    ],
+)
+def test_tables_are_checked_as_a_plan_would(table: BlockTable, tokens: int) -> None:
+    """Without making one: the same tables pass, and the same words refuse the others."""
+    pool = PoolLayout.paged([0], block_size=4, **BASE)
+
+    def refusal(call: Callable[[], object]) -> str | None:
+        try:
+            call()
+        except InputError as error:
+            return str(error).replace("source table", "block table")
+        return None
+
+    planned = refusal(lambda: copy_plan(pool, pool, [table], [table], tokens))
+    assert refusal(lambda: check_tables(pool, [table], tokens)) == planned
 
 
 @pytest.mark.parametrize("ids", [[-1], [1 << 31], [0.5], [[1]], ["a"], [1 << 70]])

@@ -5,7 +5,7 @@ from kvferry.layout.conversion import Conversion, Conversions, ErrorBound, WireF
 from kvferry.layout.match import mismatches
 from kvferry.layout.pack import numpy_dtype, pack, unpack
 from kvferry.layout.pieces import MAX_PIECES
-from kvferry.layout.plan import CopyPlan, PieceTable, copy_plan, source_pieces
+from kvferry.layout.plan import CopyPlan, PieceTable, check_tables, copy_plan, source_pieces
 from kvferry.layout.product import StridedPlan
 from kvferry.layout.ranks import RankMove, rank_plan
 from kvferry.layout.records import GroupLayout, PoolLayout, TensorLayout
@@ -48,6 +48,7 @@ __all__ = [
     "Window",
     "WireFormat",
     "WireTensor",
+    "check_tables",
     "chunk_name",
     "convert_dtype",
     "copy_plan",

@@ -20,7 +20,7 @@ from kvferry.layout.segments import Blocks, Extent, Segments, held_blocks, live_
 from kvferry.layout.tables import BlockTable
 from kvferry.layout.words import Role
 
-__all__ = ["CopyPlan", "PieceTable", "copy_plan", "source_pieces"]
+__all__ = ["CopyPlan", "PieceTable", "check_tables", "copy_plan", "source_pieces"]
 
 Int64 = NDArray[np.int64]
 
@@ -154,6 +154,13 @@ def source_pieces(
     return PieceTable(plan.src_offset, plan.nbytes, plan.chunk_start, plan.chunk_id, plan.chunk_complete)
 
 
+def check_tables(layout: PoolLayout, tables: Sequence[BlockTable], tokens: int) -> None:
+    """Raise InputError, as ``copy_plan`` would, unless ``tables`` hold a request of ``tokens`` tokens."""
+    side, extent = _Side("block", layout, tuple(tables)), Extent(tokens, 0, (0, tokens))
+    for index in range(len(layout.groups)):
+        side.blocks(index, side.live(index, extent))
+
+
 @dataclass(frozen=True, slots=True)
 class _Side:
     name: str
@@ -227,15 +234,19 @@ def _plan(runs: Sequence[tuple[Run, Template]]) -> CopyPlan:
     return CopyPlan(
         src_offset=_flat([np.add.outer(run.src_offset, template.src) for run, template in runs]),
         dst_offset=_flat([np.add.outer(run.dst_offset, template.dst) for run, template in runs]),
-        nbytes=_flat([np.tile(template.nbytes, run.src_offset.size) for run, template in runs]),
+        nbytes=_flat([_each_plane(run, template.nbytes) for run, template in runs]),
         chunk_start=_flat([*starts, first[-1:]]),
         chunk_id=_flat([np.add.outer(run.first_chunk_id, template.chunk_index) for run, template in runs]),
-        chunk_complete=_flat(
-            [np.tile(template.chunk_complete, run.src_offset.size) for run, template in runs], np.bool_
-        ),
+        chunk_complete=_flat([_each_plane(run, template.chunk_complete) for run, template in runs], np.bool_),
         runs=runs,
     )
 
 
+def _each_plane(run: Run, column: NDArray[Any]) -> NDArray[Any]:
+    return np.broadcast_to(column, (run.src_offset.size, column.size))
+
+
 def _flat(arrays: list[NDArray[Any]], dtype: type[np.generic] = np.int64) -> NDArray[Any]:
+    if len(arrays) == 1:  # one cluster: no copy of what ``ravel`` has just made
+        return arrays[0].ravel()
     return np.concatenate([np.empty(0, dtype), *(array.ravel() for array in arrays)])

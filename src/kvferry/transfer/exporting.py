@@ -57,9 +57,9 @@ class Exporting:
 
         ``like``: of another offer of the same blocks; its digests are these.
         """
-        pieces = self._payload.take_own_pieces()
         if not self._session.config.integrity:
             return
+        pieces = self._payload.take_own_pieces()
         if like is None or like.exported is None:
             self.exported = self._in_thread(self._export_in_thread, pieces)
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.errors import KVFerryError
-from kvferry.layout import CopyPlan, PieceTable, source_pieces
+from kvferry.layout import CopyPlan, PieceTable, check_tables, source_pieces
 from kvferry.protocol import messages as m
 from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Mode
@@ -77,9 +77,11 @@ class Payload:
 
     def check_tables(self) -> None:
         """Raise InputError when this side's block tables do not hold the session's tokens."""
-        pieces = self.own_pieces()
-        if self._session.role is Role.PREFILL and self._session.mode is Mode.PULL:
-            self._home = pieces
+        session = self._session
+        if session.role is Role.PREFILL and session.mode is Mode.PULL and session.config.integrity:
+            self._home = self.own_pieces()
+        else:
+            check_tables(session.config.layout, session.tables, session.tokens)
 
     def take_own_pieces(self) -> PieceTable:
         """``own_pieces`` of an offer, which are kept for this one call."""
