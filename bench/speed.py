@@ -27,7 +27,8 @@ from copy_plan import PAIRS, measure
 from rich.console import Console
 from rich.table import Table
 from small_handoff import Pair as SmallPair
-from speed_pair import Pair, Plain, Pools, Resident, Shape, busy_thread, iperf3
+from small_handoff import cpu_seconds, profiled
+from speed_pair import Pair, Plain, Pools, Resident, Shape, busy_process, busy_thread, iperf3
 from transfer import round_trip_seconds
 from transports import machine
 
@@ -39,7 +40,8 @@ MIB = 1 << 20
 class Row:
     """One case: what was seen in each turn, in ``unit``, and what it must reach.
 
-    ``limit``: "least" where more is better. ``whole``: the same ratio for whole handoffs.
+    ``limit``: "least" where more is better. ``whole``: the same ratio for whole handoffs. ``why``: what
+    was measured beside it that says what it falls short by, should it do so.
     """
 
     case: str
@@ -51,6 +53,7 @@ class Row:
     unit: str = ""
     limit: str = "least"
     note: str = ""
+    why: str = ""
 
     @property
     def holds(self) -> bool:
@@ -123,6 +126,7 @@ def tcp(repeat: int, scale: float) -> Iterator[Row]:
         for streams in (1, 2)
         for integrity in (False, True)
     }
+    controls: dict[str, list[float]] = {"pull": [], "push": []}
     case = f"tcp plain, {shape.nbytes // MIB} MiB in 32 KiB blocks, over iperf3 (cubic, one stream)"
     try:
         for mode in ("pull", "push"):
@@ -147,12 +151,19 @@ def tcp(repeat: int, scale: float) -> Iterator[Row]:
                 alone = pairs[1, False].move(mode).timings
                 with busy_thread():
                     beside = pairs[1, False].move(mode).timings
+                with busy_process():
+                    apart = pairs[1, False].move(mode).timings
+                controls[mode].append(alone.copy / apart.copy)
                 busy.seen.append(alone.copy / beside.copy)
                 busy.whole.append((alone.total - alone.handshake) / (beside.total - beside.handshake))
             for pair in pairs.values():
                 checked(pair, mode)
             rows = [one, best, summed, busy]
             drop_first(rows)
+            busy.why = (
+                f"a busy process in its place, which shares no GIL, left {spread(controls[mode][1:])}: "
+                f"sender, receiver and the thread share {os.cpu_count()} processors."
+            )
             yield from rows
     finally:
         for pair in pairs.values():
@@ -183,12 +194,22 @@ def small(repeat: int, scale: float) -> Iterator[Row]:  # noqa: ARG001 - one blo
         for number in range(50):
             pair.hand_over(number)
         trips, times = [], []
-        for turn in range(max(2, repeat)):
+        cpu = -cpu_seconds()
+        for turn in range(repeat):
             times.append(median(pair.hand_over(1000 * (turn + 1) + number) for number in range(60)))
             trips.append(median(round_trip_seconds(300)[20:]))
             row.seen.append(times[-1] / trips[-1])
+        cpu += cpu_seconds()
         pair.close()
         row.note = f"{median(times) * 1e6:.0f} us, round trip {median(trips) * 1e6:.0f} us"
+        profile = profiled(transport, 200)
+        shares = ", ".join(
+            f"{part} {share:.0%}" for part, share in profile["shares"].items() if share >= 0.02
+        )
+        row.why = (
+            f"Python. {profile['loop_turns_each']:.0f} turns of event loops, "
+            f"{cpu / 60 / repeat * 1e6:.0f} us of CPU in all processes; of that by cProfile: {shares}."
+        )
         yield row
 
 
@@ -258,7 +279,7 @@ def main() -> None:
         result["cases"][case] = {
             "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
             "load": [load, os.getloadavg()[0]],
-            "rows": [asdict(row) | {"holds": row.holds} for row in rows],
+            "rows": [shown(row) for row in rows],
         }
         console.print(table(rows), crop=False)
         result["machine"]["load_at_end"] = os.getloadavg()[0]
@@ -270,25 +291,26 @@ def main() -> None:
 
 def table(rows: list[Row]) -> Table:
     """For a person."""
-    shown = Table.grid(padding=(0, 2))
-    shown.add_row("case", "how", "must", "seen (least to most)", "whole handoff", "")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("case", "how", "must", "seen (least to most)", "whole handoff", "")
     for row in rows:
-        shown.add_row(*cells(asdict(row) | {"holds": row.holds}))
-    return shown
+        grid.add_row(*shown(row)["cells"])
+    return grid
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """One row's columns as text; also for docs/make_numbers.py."""
-    must = f"{'>=' if row['limit'] == 'least' else '<='} {row['must']:g} {row['unit']}".strip()
-    verdict = ("holds" if row["holds"] else "falls short") if row["must"] else "not asked for"
-    return [
-        row["case"],
-        row["how"],
-        must if row["must"] else "",
-        spread(row["seen"]) + (f"; {row['note']}" if row["note"] else ""),
-        spread(row["whole"]) if row["whole"] else "",
+def shown(row: Row) -> dict[str, Any]:
+    """A row as JSON, with its columns as text: the same here and in docs/numbers.md."""
+    must = f"{'at least' if row.limit == 'least' else 'at most'} {row.must:g} {row.unit}".strip()
+    verdict = ("holds" if row.holds else "falls short") if row.must else "not asked for"
+    cells = [
+        row.case,
+        row.how,
+        must if row.must else "",
+        spread(row.seen) + (f"; {row.note}" if row.note else ""),
+        spread(row.whole) if row.whole else "",
         verdict,
     ]
+    return asdict(row) | {"holds": row.holds, "cells": cells}
 
 
 def spread(values: list[float]) -> str:

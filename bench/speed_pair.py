@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -214,6 +215,21 @@ def busy_thread() -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def busy_process() -> Iterator[None]:
+    """The same in a process of its own, at this one's priority."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield
+    finally:
+        child.kill()
+        child.wait()
 
 
 class Resident:

@@ -78,6 +78,30 @@ def peers(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def speed(result: dict[str, Any]) -> list[str]:
+    """What the transfer core has to reach, and what was seen."""
+    cases = result["cases"].values()
+    rows = [row for case in cases for row in case["rows"]]
+    short = [row for row in rows if row["must"] and not row["holds"]]
+    loads = [load for case in cases for load in case["load"]]
+    load = f"{min(loads):.1f} to {max(loads):.1f}"
+    lines = [
+        "`sudo chrt -r 5 python bench/speed.py --json bench/results/speed.json`.",
+        f"{result['repeat']} turns, each case beside what it is compared with; median, least and most",
+        f"of the turns, bytes compared. Load meanwhile: {load}.",
+        "",
+        "| case | how | must | seen | whole handoff | |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += ["| " + " | ".join(row["cells"]) + " |" for row in rows]
+    asked = sum(1 for row in rows if row["must"])
+    lines += ["", f"{asked - len(short)} of {asked} that are asked for hold."]
+    for row in short:
+        if row["why"]:
+            lines += ["", f"**{row['case']}, {row['how']}**, falls short: {row['why']}"]
+    return lines
+
+
 def _cell(row: dict[str, Any], *, is_best: bool) -> str:
     seconds = sorted(row["seconds"])
     if row["nbytes"] < MIB:
@@ -140,6 +164,7 @@ def first_token(result: dict[str, Any]) -> list[str]:
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "peers": ("kvferry beside NIXL and Mooncake", peers),
+    "speed": ("Speed of the transfer core", speed),
     "vllm": ("Inside vLLM, beside its NixlConnector", vllm),
     "first_token": ("Prefill's token given out at once", first_token),
 }
