@@ -2,11 +2,12 @@
 
     python bench/peers.py [--repeat 5] [--out bench/results/peers.json]     (or: make bench-peers)
 
-Pairs of processes hold a pool each; at each turn every way moves every shape once, so that ratios
-are of one turn. The libraries alone are used as suits them best: NIXL with NumPy tables, reads and
+Pairs of processes hold a pool each; at each turn every way moves every shape once (one small block 50
+times, whose median counts), in an order of its own, so that ratios are of one turn. The libraries alone are used as suits them best: NIXL with NumPy tables, reads and
 writes, and a thread at the other side that drives it; Mooncake with single submissions that are polled
 with a pause, else batches of 1,024. Bytes are compared after each move. kvferry over NIXL and over
-the library alone use one agent, so their difference is kvferry's own. NIXL's own estimate stands
+the library alone use one agent, so their difference is kvferry's own: a ``Connection.read`` without
+digests, the same with digests, and a whole handoff through two endpoints. NIXL's own estimate stands
 beside kvferry's prediction, which is fitted to other shapes of the same run. The first turn is dropped.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -26,6 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from peers_pair import times_of
 from transports import machine
 
 MIB = 1 << 20
@@ -45,6 +48,8 @@ FITTED = {
     "fit 4": (8 << 10, 8192, 32768),
     "fit 5": (64 << 10, 1, 4096),
 }
+#: Not one copy: offer, claim, move, commit and started by two endpoints with their transfer processes.
+HANDOFF = "handoff"
 #: Way, pair, command, who has the bytes in the end, and whether the other side must drive NIXL.
 WAYS = [
     ("kvferry shm", "plain", "shm", "here", False),
@@ -54,9 +59,12 @@ WAYS = [
     ("NIXL cma write", "nixl-cma", "nixl_write", "there", True),
     ("kvferry over NIXL cma", "nixl-cma", "ours", "here", False),
     ("kvferry over NIXL cma, summed", "nixl-cma", "ours_summed", "here", False),
+    ("kvferry handoff over NIXL cma", "nixl-cma", HANDOFF, "here", False),
     ("NIXL tcp read", "nixl-tcp", "nixl_read", "here", True),
     ("NIXL tcp write", "nixl-tcp", "nixl_write", "there", True),
     ("kvferry over NIXL tcp", "nixl-tcp", "ours", "here", False),
+    ("kvferry over NIXL tcp, summed", "nixl-tcp", "ours_summed", "here", False),
+    ("kvferry handoff over NIXL tcp", "nixl-tcp", HANDOFF, "here", False),
     ("Mooncake tcp write", "mooncake", "mooncake_write", "there", False),
     ("kvferry over Mooncake tcp", "mooncake", "ours", "here", False),
 ]
@@ -100,6 +108,7 @@ class Pair:
 
     def __init__(self, name: str) -> None:
         self.here, self.there = Process(name), Process(name)
+        self.opened: set[tuple[int, int, int]] = set()
         for process in (self.here, self.there):
             process.do("fill")
         if name == "plain":
@@ -120,13 +129,25 @@ class Pair:
         receiver.do("zero", shape)
         if drives:
             self.there.do("drive")
-        before = self.there.do("cpu")
-        found = self.here.do("move", command, shape)
-        found["cpu_seconds"] += self.there.do("cpu") - before
+        if command == HANDOFF:
+            found = self.hand_over(shape)
+        else:
+            before = self.there.do("cpu")
+            found = self.here.do("move", command, shape)
+            found["cpu_seconds"] += (self.there.do("cpu") - before) / times_of(shape)
         if drives:
             self.there.do("rest")
         if not receiver.do("check", shape):
             raise SystemExit(f"wrong bytes: {command} of {shape}")
+        return found
+
+    def hand_over(self, shape: tuple[int, int, int]) -> dict[str, float]:
+        """Whole handoffs; the endpoints of a shape are opened at its first, and stay."""
+        if shape not in self.opened:
+            self.opened.add(shape)
+            for process in (self.here, self.there):
+                process.do("open_endpoint", "nixl://127.0.0.1:0", shape)
+        found: dict[str, float] = self.here.do("pull", shape, self.there.do("offer", shape))
         return found
 
 
@@ -196,15 +217,16 @@ def main() -> None:
         for way, pair, command, _, _ in WAYS
         for shape in SHAPES
     ]
+    order = random.Random(7)
     for turn in track(range(arguments.repeat + 1), "turns", console=console):
-        for row in rows:
+        for row in order.sample(rows, len(rows)):  # so that no way always follows the same other one
             _, pair, command, end, drives = next(way for way in WAYS if way[0] == row["way"])
             shape = SHAPES[row["shape"]]
             memcpy = pairs[pair].here.do("memcpy", shape[0] * shape[1])
             found = pairs[pair].run(command, end, drives, shape)
             if turn:  # the first finds pages, sockets and endpoints that were not used yet
                 row["seconds"].append(found["seconds"])
-                row["cpu_seconds"].append(found["cpu_seconds"])
+                row["cpu_seconds"] += [found["cpu_seconds"]] if "cpu_seconds" in found else []
                 row["memcpy"].append(memcpy)
     for row in rows:
         row["nbytes"] = int(np.prod(SHAPES[row["shape"]][:2]))
@@ -225,9 +247,11 @@ def main() -> None:
 
 
 def scheduling() -> str:
-    """How the processes are scheduled, where that is not the rule (``chrt -r 5 python bench/peers.py``)."""
-    policy = os.sched_getscheduler(0)
-    return f"real-time priority {os.sched_getparam(0).sched_priority}" if policy == os.SCHED_RR else ""
+    """How the processes are scheduled, where that is not the rule (``chrt -r 5``, ``nice -n -10``)."""
+    if os.sched_getscheduler(0) == os.SCHED_RR:
+        return f"real-time priority {os.sched_getparam(0).sched_priority}"
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    return f"niceness {niceness}" if niceness else ""
 
 
 def versions() -> dict[str, str]:
