@@ -3,12 +3,13 @@
     python bench/peers.py [--repeat 5] [--out bench/results/peers.json]     (or: make bench-peers)
 
 Pairs of processes hold a pool each; at each turn every way moves every shape once (one small block 50
-times, whose median counts), in an order of its own, so that ratios are of one turn. The libraries alone are used as suits them best: NIXL with NumPy tables, reads and
-writes, and a thread at the other side that drives it; Mooncake with single submissions that are polled
-with a pause, else batches of 1,024. Bytes are compared after each move. kvferry over NIXL and over
-the library alone use one agent, so their difference is kvferry's own: a ``Connection.read`` without
-digests, the same with digests, and a whole handoff through two endpoints. NIXL's own estimate stands
-beside kvferry's prediction, which is fitted to other shapes of the same run. The first turn is dropped.
+times, whose median counts), in an order of its own, so that ratios are of one turn. The libraries alone
+are used as suits them best: NIXL with NumPy tables, reads and writes, and a thread at the other side that
+drives it; Mooncake with single submissions that are polled with a pause, else batches of 1,024. Bytes are
+compared after each move. kvferry over NIXL and over the library alone use one agent, so their difference
+is kvferry's own: a ``Connection.read`` without digests, the same with digests, and a whole handoff through
+two endpoints. NIXL's own estimate stands beside kvferry's prediction, which is fitted to other shapes of
+the same run. The first turn is dropped.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peers_pair import times_of
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from peers_pair import times_of
 from transports import machine
 
 MIB = 1 << 20

@@ -104,6 +104,7 @@ class NixlConnection(LibraryConnection):
     def _read_part(self, copy: Copy, part: Part, limits: Progressing) -> NDArray[np.uint64] | None:
         if self.move == "push":
             return super()._read_part(copy, part, limits)
+        limits = self._driving(limits)
         with self._asking.channel(limits) as channel, looking(channel, copy, part, limits) as check:
             assert self.peer is not None
             reading = Reading(self.peer, self.hello.address, self.memory.array, limits, check)
@@ -113,8 +114,12 @@ class NixlConnection(LibraryConnection):
             return None
 
     def _serve_look(self, channel: Channel, _request: Request, patience: Patience) -> None:
-        # Reads over tcp need it all the time; others may, to finish setting up an endpoint.
-        serve_look(channel, Progressing.of(patience, self.progress))
+        serve_look(channel, self._driving(patience))
+
+    def _driving(self, patience: Patience) -> Progressing:
+        """Limits for reads: over tcp these need this library all the time, else only to set up an endpoint."""
+        is_lively = "tcp" in self.path or UNKNOWN in self.path
+        return Progressing.of(patience, self.progress, is_lively=is_lively)
 
     def _on_signal(self, kind: Signal, payload: bytes) -> None:
         if kind is not Signal.DRIVE:

@@ -57,12 +57,22 @@ class Progressing(Patience):
 
     #: None for a library with threads of its own.
     progress: Callable[[], None] | None = None
+    #: Bytes move only while it is driven; else a wait for a word drives it now and then, and hears at once.
+    is_lively: bool = True
 
     @classmethod
-    def of(cls, patience: Patience, progress: Callable[[], None] | None) -> Progressing:
+    def of(
+        cls, patience: Patience, progress: Callable[[], None] | None, *, is_lively: bool = True
+    ) -> Progressing:
         """The same limits."""
         return cls(
-            patience.deadline, patience.tokens, patience.peer, patience.phase, patience.is_polite, progress
+            patience.deadline,
+            patience.tokens,
+            patience.peer,
+            patience.phase,
+            patience.is_polite,
+            progress,
+            is_lively,
         )
 
     def wait(self, poll: select.poll) -> list[tuple[int, int]]:
@@ -71,9 +81,12 @@ class Progressing(Patience):
         started = time.monotonic()
         while True:
             events = poll.poll(0)
+            if not events and not self.is_lively:
+                self.progress()
+                events = poll.poll(_LONG_SECONDS * 1e3)
             if events:
                 return events
-            waited = self.pause(started)
+            waited = self.pause(started) if self.is_lively else time.monotonic() - started
             if self.is_polite and waited < SLICE_SECONDS:
                 self.check_deadline()
             else:
