@@ -110,7 +110,7 @@ class Side:
 
             self.library = shared_agent()
             self.library.register(address, nbytes)
-            metadata = self.library.metadata(address, nbytes).hex()
+            metadata = self.library.metadata((address, nbytes)).hex()
             return {"name": self.library.name, "metadata": metadata, "address": address}
         from kvferry.transport.mooncake_engine import shared_engine
 

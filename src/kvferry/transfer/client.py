@@ -90,6 +90,9 @@ class NodeClient:
                     daemon=True,
                 )
                 self._thread.start()
+        except BaseException:
+            self._sock.close()
+            raise
         finally:
             theirs.close()
         self._send(body)
@@ -308,6 +311,11 @@ def _closed() -> LocalError:
 
 
 def _spawn(theirs: socket.socket, memory: Memory) -> subprocess.Popen[bytes]:
+    if memory.device is not None:
+        raise LocalError(
+            f"a transfer process cannot reach a pool on {memory.device.name}",
+            next_step="use process=False, which is the default for such a pool",
+        )
     if memory.fd is None:
         raise LocalError(
             "a transfer process needs a pool in shared memory",

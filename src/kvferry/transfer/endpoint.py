@@ -371,6 +371,11 @@ def _staging(pool: Pool, conversions: Conversions | None, copy_threads: int) -> 
     """The staging that the node may use. Raises InputError, or LocalError where a package is missing."""
     if conversions is None:
         return 0
+    if pool.memory.device is not None:
+        raise InputError(
+            f"conversions: work on host memory, and this pool lies on {pool.memory.device.name}",
+            next_step="make both pools alike, or use a pool in host memory",
+        )
     if window_nbytes(pool.staging_nbytes, copy_threads) < MIN_WINDOW_NBYTES:
         raise InputError(
             f"pool: {pool.staging_nbytes} bytes of staging are too few for conversions",

@@ -26,6 +26,7 @@ from kvferry.transfer.integrity import (
     select_digests,
 )
 from kvferry.transfer.portions import plan_portions
+from kvferry.transport.device import pool_bytes
 
 if TYPE_CHECKING:
     from kvferry.transfer.payload import Part, Payload
@@ -78,7 +79,7 @@ class Exporting:
             self._payload.quiet_again()
 
     def _digest_part_in_thread(self, part: Part) -> DigestTable:
-        return digest_plan(self._session.node.memory.array, self._given_plan(part))
+        return digest_plan(pool_bytes(self._session.node.memory), self._given_plan(part))
 
     def _given_plan(self, part: Part) -> CopyPlan:
         return self._at_home(part) if self._payload.converts else self._payload.plan(part)
@@ -125,11 +126,11 @@ class Exporting:
         return sum(len(table.ids) * nbytes for table, nbytes in tables)
 
     def _export_in_thread(self, pieces: PieceTable) -> DigestTable:
-        return digest_pieces(self._session.node.memory.array, pieces)
+        return digest_pieces(pool_bytes(self._session.node.memory), pieces)
 
     def _vouch_in_thread(self, exported: DigestTable | None) -> DigestTable:
         """For each part that moved, in order: its chunks' digests, taken at export wherever that can be."""
-        memory = self._session.node.memory.array
+        memory = pool_bytes(self._session.node.memory)
         if exported is None:
             # A push: what was given must be what is there now, or a part was pushed before it was
             # final, or its blocks were reused.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvferry.errors import CorruptError
 from kvferry.layout import CopyPlan, PieceTable
 from kvferry.transport.base import Arrived
+from kvferry.transport.device import PoolBytes
 from kvferry.transport.digest import digest_chunks
 from kvferry.transport.table import chunk_nbytes
 
@@ -44,7 +45,7 @@ def nothing_arrived(path: str) -> Arrived:
 
 
 def digest_pieces(
-    memory: NDArray[np.uint8], pieces: PieceTable, *, only: NDArray[np.int64] | None = None
+    memory: PoolBytes, pieces: PieceTable, *, only: NDArray[np.int64] | None = None
 ) -> DigestTable:
     """Digests of a request's chunks where they lie now, or ``only`` of some. Releases the GIL."""
     if only is not None:
@@ -53,7 +54,7 @@ def digest_pieces(
     return join_digests([(pieces.chunk_id, digests)])
 
 
-def digest_plan(memory: NDArray[np.uint8], plan: CopyPlan) -> DigestTable:
+def digest_plan(memory: PoolBytes, plan: CopyPlan) -> DigestTable:
     """Digests of a plan's chunks at its source, in the plan's own order."""
     return plan.chunk_id, digest_chunks(memory, plan.src_offset, plan.nbytes, plan.chunk_start)
 

@@ -33,8 +33,9 @@ class Pool:
 
     Args:
         memory: any writable, contiguous buffer of at least ``layout.nbytes`` bytes: a NumPy
-            array, a bytearray, a CPU torch tensor, or ``Memory`` from ``create_shared``. The
-            pool does not copy it; it must outlive the endpoint.
+            array, a bytearray, a torch tensor, or ``Memory`` from ``create_shared``. The pool does not
+            copy it; it must outlive the endpoint. A tensor on a GPU stays there: ``nixl`` and
+            ``mooncake`` move it through windows in host memory, the other transports refuse it.
         layout: where each block's bytes lie.
         staging_nbytes: how much of the memory, behind the layout's, is the endpoint's own to convert
             in; see ``allocate``.
@@ -67,6 +68,11 @@ class Pool:
     @property
     def array(self) -> NDArray[np.uint8]:
         """The bytes, uint8, one dimension; what the engine builds its views from."""
+        if self.memory.device is not None:
+            raise InputError(
+                f"array: this pool lies on {self.memory.device.name}, and no array can show it",
+                next_step="use the engine's own tensors",
+            )
         return self.memory.array[: self.layout.nbytes] if self.staging_nbytes else self.memory.array
 
     def close(self) -> None:

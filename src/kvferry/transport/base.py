@@ -25,8 +25,9 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import KVFerryError, PeerError
+from kvferry.errors import InputError, KVFerryError, PeerError
 from kvferry.layout import CopyPlan
+from kvferry.transport.device import DeviceBytes
 from kvferry.transport.security import HOST_ONLY, Security
 
 __all__ = [
@@ -72,10 +73,12 @@ class Memory:
     owner_pid: int
     owner_address: int
     fd: int | None = None
+    #: Where the bytes are if not in this process's memory; ``array`` is empty then.
+    device: DeviceBytes | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.array.nbytes
+        return self.array.nbytes if self.device is None else self.device.nbytes
 
     def close(self) -> None:
         """Give the descriptor back and let go of the bytes; close the connections first. Safe to call twice.
@@ -267,10 +270,18 @@ class Transport(ABC):
     """One way to reach peers, bound to one memory and one guard."""
 
     scheme: ClassVar[str]
+    #: Moves the bytes of a pool that lies on a device, through staging of its own.
+    takes_device: ClassVar[bool] = False
     #: Who this side is, and what may leave the host in plain; set before ``listen`` and ``connect``.
     security: Security = HOST_ONLY
 
     def __init__(self, memory: Memory, guard: Guard) -> None:
+        """Raises InputError where the pool lies on a device and the transport cannot reach it."""
+        if memory.device is not None and not self.takes_device:
+            raise InputError(
+                f"transport: {self.scheme} moves host memory, and this pool lies on {memory.device.name}",
+                next_step="use nixl or mooncake, or a pool in host memory that the engine copies to and from",
+            )
         self.memory = memory
         self.guard = guard
 

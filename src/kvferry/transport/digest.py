@@ -13,7 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.transport.staging import Pieces, step_starts, thread_staging
+from kvferry.transport.device import PoolBytes, pieces_of
+from kvferry.transport.staging import step_starts, thread_staging
 from kvferry.transport.table import split_pieces
 
 __all__ = ["ChunkDigests", "digest_chunks"]
@@ -61,16 +62,16 @@ class ChunkDigests:
 
 
 def digest_chunks(
-    array: NDArray[np.uint8],
+    pool: PoolBytes,
     offset: NDArray[np.int64],
     nbytes: NDArray[np.int64],
     chunk_start: NDArray[np.int64],
 ) -> NDArray[np.uint64]:
-    """xxh3-64 over each chunk's bytes in ``array``, in order.
+    """xxh3-64 over each chunk's bytes in ``pool``, in order.
 
     Args:
-        array: uint8, one dimension: the pool.
-        offset, nbytes: int64, one entry a descriptor; every descriptor lies inside ``array``.
+        pool: uint8, one dimension, or a device.
+        offset, nbytes: int64, one entry a descriptor; every descriptor lies inside ``pool``.
         chunk_start: int64, one a chunk and one more: chunk i is descriptors
             ``chunk_start[i]:chunk_start[i + 1]``, as in ``CopyPlan`` and ``PieceTable``.
 
@@ -81,8 +82,8 @@ def digest_chunks(
         return ChunkDigests(np.zeros(len(chunk_start) - 1, np.int64)).digests()
     sums = ChunkDigests(np.concatenate(([0], nbytes.cumsum()))[chunk_start[1:]])
     piece_nbytes, (piece_offset,) = split_pieces(nbytes, offset)
-    pieces = Pieces(array, piece_offset, piece_nbytes)
-    staging = thread_staging(array)
+    pieces = pieces_of(pool, piece_offset, piece_nbytes)
+    staging = thread_staging(pool if isinstance(pool, np.ndarray) else None)
     for first, last in pairwise(step_starts(piece_nbytes).tolist()):
         staged = staging[: int(piece_nbytes[first:last].sum())]
         pieces.gather(first, last, staged)

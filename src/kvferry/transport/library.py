@@ -28,6 +28,7 @@ from kvferry.transport.address import Address
 from kvferry.transport.base import Copy, Direction
 from kvferry.transport.channel import Channel
 from kvferry.transport.connection import OpenChannel
+from kvferry.transport.device import pool_bytes
 from kvferry.transport.greeting import GREETING_SECONDS, read_exactly
 from kvferry.transport.patience import Patience
 from kvferry.transport.security import Plain
@@ -101,11 +102,13 @@ class LibraryConnection(TcpConnection):
 
     def _read_part(self, copy: Copy, part: Part, limits: Progressing) -> NDArray[np.uint64] | None:
         with self._asking.channel(limits) as channel:
-            return ask_pushed(channel, self.memory.array, copy, part, patience=limits, arena=self.arena)
+            pool = pool_bytes(self.memory)
+            return ask_pushed(channel, pool, copy, part, patience=limits, arena=self.arena)
 
     def _serve_push(self, channel: Channel, request: Request, patience: Patience) -> None:
         limits = Progressing.of(patience, self.progress)
-        serve_pushed(channel, self.memory.array, request, patience=limits, arena=self.arena, mover=self.mover)
+        pool = pool_bytes(self.memory)
+        serve_pushed(channel, pool, request, patience=limits, arena=self.arena, mover=self.mover)
 
     async def _prove(self, sock: socket.socket) -> None:
         """Read the peer's known bytes while it reads ours; each drives its library until both are done."""
@@ -162,6 +165,8 @@ class LibraryConnection(TcpConnection):
 
 class LibraryTransport(TcpTransport):
     """The checks that both libraries share."""
+
+    takes_device = True
 
     def _check_payload(self, sock: socket.socket, address: Address, open_channel: OpenChannel | None) -> None:
         """Raise InputError where payload in plain may not cross the network."""

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import CapacityError, InputError, LocalError, PeerError
 from kvferry.transport.base import Memory
+from kvferry.transport.device import DeviceBytes, TorchBytes
 
 __all__ = [
     "HUGE_NBYTES",
@@ -125,11 +126,16 @@ def check_peer_memory(fd: int, nbytes: int, peer: str) -> None:
 
 
 def private(buffer: Any) -> Memory:
-    """Memory over a writable buffer of this process: a NumPy array, a bytearray, a CPU tensor.
+    """Memory over a writable buffer of this process: a NumPy array, a bytearray, a tensor.
 
-    Anything with ``.numpy()`` is asked for its array. The buffer must be contiguous and must
+    A torch tensor on a GPU, or any ``DeviceBytes``, stays where it is: see device.py. Anything else
+    with ``.numpy()`` is asked for its array. The buffer must be contiguous and must
     outlive the result. Raises InputError naming what is wrong.
     """
+    if getattr(buffer, "is_cuda", False):
+        buffer = TorchBytes(buffer)
+    if isinstance(buffer, DeviceBytes):
+        return Memory(np.empty(0, np.uint8), os.getpid(), 0, device=buffer)
     if hasattr(buffer, "numpy") and not isinstance(buffer, np.ndarray):
         try:
             buffer = buffer.numpy()

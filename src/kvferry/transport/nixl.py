@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from kvferry.errors import DeadlineError, KVFerryError, LocalError, TransportError
 from kvferry.transport.address import Address
-from kvferry.transport.base import Copy, Listener, OnConnection
+from kvferry.transport.base import Copy, Listener, Memory, OnConnection
 from kvferry.transport.channel import Channel
 from kvferry.transport.connection import OpenChannel
 from kvferry.transport.control import Signal
+from kvferry.transport.device import pool_bytes
 from kvferry.transport.library import LibraryConnection, LibraryTransport, decode_record, in_thread
 from kvferry.transport.look import looking, serve_look
 from kvferry.transport.memory import address_of
@@ -51,11 +52,14 @@ AGENT_SECONDS = 20.0
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who a side is to NIXL, and where its pool and a few known bytes lie in its process."""
+    """Who a side is to NIXL, and where its pool and a few known bytes lie in its process.
+
+    A pool on a device is at no address: such a side pushes, out of windows in host memory.
+    """
 
     agent: str
     metadata: bytes
-    address: int
+    address: int | None
     nbytes: int
     cookie_address: int
     cookie: bytes
@@ -77,11 +81,18 @@ class NixlConnection(LibraryConnection):
 
     def _hello(self) -> bytes:
         self.agent = shared_agent()
-        address, nbytes = self.region = address_of(self.memory.array), self.memory.nbytes
-        self.agent.register(address, nbytes)
-        metadata = self.agent.metadata(address, nbytes)
+        self.region = _region_of(self.memory)
+        if self.region is not None:
+            self.agent.register(*self.region)
         return msgspec.msgpack.encode(
-            Hello(self.agent.name, metadata, address, nbytes, self.agent.cookie_address, self.agent.cookie)
+            Hello(
+                self.agent.name,
+                self.agent.metadata(*([self.region] if self.region else [])),
+                self.region[0] if self.region else None,
+                self.memory.nbytes,
+                self.agent.cookie_address,
+                self.agent.cookie,
+            )
         )
 
     def _meet(self, hello: bytes) -> None:
@@ -97,6 +108,8 @@ class NixlConnection(LibraryConnection):
         if self.move is None:
             is_read = self.path != f"nixl-{UNKNOWN}" and "tcp" not in self.path
             self.move = "read" if is_read else "push"
+        if self.hello.address is None:  # nothing of the peer's to read
+            self.move = "push"
 
     def _handlers(self) -> dict[Operation, Handler]:
         return {**super()._handlers(), Operation.LOOK: self._serve_look}
@@ -107,9 +120,10 @@ class NixlConnection(LibraryConnection):
         limits = self._driving(limits)
         with self._asking.channel(limits) as channel, looking(channel, copy, part, limits) as check:
             assert self.peer is not None
-            reading = Reading(self.peer, self.hello.address, self.memory.array, limits, check)
-            if copy.integrity:
-                return reading.summed(part, self.arena)
+            assert self.hello.address is not None
+            reading = Reading(self.peer, self.hello.address, pool_bytes(self.memory), limits, check)
+            if copy.integrity or self.memory.device is not None:
+                return reading.staged(part, self.arena, is_summed=copy.integrity)
             reading.direct(part)
             return None
 
@@ -117,7 +131,7 @@ class NixlConnection(LibraryConnection):
         serve_look(channel, self._driving(patience))
 
     def _driving(self, patience: Patience) -> Progressing:
-        """Limits for reads: over tcp these need this library all the time, else only to set up an endpoint."""
+        """Limits for reads: over tcp they need this library all the time, else to set up an endpoint."""
         is_lively = "tcp" in self.path or UNKNOWN in self.path
         return Progressing.of(patience, self.progress, is_lively=is_lively)
 
@@ -166,6 +180,11 @@ class NixlConnection(LibraryConnection):
         return path
 
 
+def _region_of(memory: Memory) -> tuple[int, int] | None:
+    """What NIXL is told of a pool: address and bytes, or nothing of one on a device."""
+    return (address_of(memory.array), memory.nbytes) if memory.device is None else None
+
+
 async def _agent() -> NixlAgent:
     """The agent. Raises LocalError when NIXL cannot make one, or does not come to an end with it."""
     try:
@@ -185,11 +204,11 @@ async def _agent() -> NixlAgent:
 class NixlListener(Listener):
     """Keeps the pool registered while it listens."""
 
-    def __init__(self, inner: Listener, agent: NixlAgent, region: tuple[int, int]) -> None:
+    def __init__(self, inner: Listener, agent: NixlAgent, region: tuple[int, int] | None) -> None:
         self.address = inner.address
         self._inner = inner
         self._agent = agent
-        self._region: tuple[int, int] | None = region
+        self._region = region
 
     async def close(self) -> None:
         region, self._region = self._region, None
@@ -217,12 +236,14 @@ class NixlTransport(LibraryTransport):
         self._parse(address)
         # The agent is made and the pool registered before the first peer comes, which then waits for neither.
         agent = await _agent()
-        region = address_of(self.memory.array), self.memory.nbytes
-        await in_thread(lambda: agent.register(*region))
+        region = _region_of(self.memory)
+        if region is not None:
+            await in_thread(lambda: agent.register(*region))
         try:
             listener = await super().listen(address, on_connection)
         except BaseException:
-            agent.deregister(*region)
+            if region is not None:
+                agent.deregister(*region)
             raise
         return NixlListener(listener, agent, region)
 

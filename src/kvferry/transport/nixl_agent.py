@@ -195,11 +195,12 @@ class NixlAgent:
                 with contextlib.suppress(*self.errors):
                     self.api.deregister_memory(self.api.get_reg_descs(_region(address, nbytes), "DRAM"))
 
-    def metadata(self, address: int, nbytes: int) -> bytes:
-        """What a peer's agent needs to reach this one, the region and the windows."""
-        regions = _region(address, nbytes) + _region(self.arena.address, self.arena.nbytes)
+    def metadata(self, *regions: tuple[int, int]) -> bytes:
+        """What a peer's agent needs to reach this one, its windows, and regions of it."""
+        every = (*regions, (self.arena.address, self.arena.nbytes))
+        rows = [row for region in every for row in _region(*region)]
         with self.telling("this process", "connect"), self._lock:
-            descs = self.api.get_reg_descs(regions, "DRAM")
+            descs = self.api.get_reg_descs(rows, "DRAM")
             return bytes(self.api.get_partial_agent_metadata(descs, True, ["UCX"]))
 
     def meet(self, name: str, metadata: bytes, address: str) -> NixlPeer:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import DeadlineError, KVFerryError, LocalError, TransportError
+from kvferry.transport.device import PoolBytes
 from kvferry.transport.digest import ChunkDigests
 from kvferry.transport.memory import address_of
 from kvferry.transport.nixl_agent import NixlPeer, NixlPosted
@@ -27,7 +28,6 @@ from kvferry.transport.windows import Arena, Progressing
 
 __all__ = ["Reading"]
 
-Bytes = NDArray[np.uint8]
 Int64 = NDArray[np.int64]
 Check = Callable[[], None]
 
@@ -42,23 +42,25 @@ _log = logging.getLogger(__name__)
 
 
 class Reading:
-    """One copy's reads from the peer's pool at address ``base`` into ``array``.
+    """One copy's reads from the peer's pool at address ``base`` into ``pool``.
 
     ``check`` is called between pieces of work; it raises when the copy must end.
     """
 
-    def __init__(self, peer: NixlPeer, base: int, array: Bytes, patience: Progressing, check: Check) -> None:
+    def __init__(
+        self, peer: NixlPeer, base: int, pool: PoolBytes, patience: Progressing, check: Check
+    ) -> None:
         self._peer = peer
         self._base = base
-        self._array = array
+        self._pool = pool
         self._patience = patience
         self._check = check
 
-    def summed(self, part: Part, arena: Arena) -> NDArray[np.uint64]:
-        """Read one part through windows; the digests of its chunks."""
-        steps = Steps(self._array, part.here, part.nbytes)
+    def staged(self, part: Part, arena: Arena, *, is_summed: bool) -> NDArray[np.uint64] | None:
+        """Read one part through windows; the digests of its chunks where they are wanted."""
+        steps = Steps(self._pool, part.here, part.nbytes)
         _, (there,) = split_pieces(part.nbytes, part.there)
-        sums = ChunkDigests(part.chunk_end)
+        sums = ChunkDigests(part.chunk_end) if is_summed else None
         pair = arena.take(self._patience)
         posted: NixlPosted | None = None
 
@@ -77,23 +79,25 @@ class Reading:
                 if index + 1 < len(steps.borders):
                     posted = post(index + 1)
                 landed = pair.arrays[index % 2][: steps.step_nbytes[index]]
-                sums.feed(landed)
+                if sums is not None:
+                    sums.feed(landed)
                 steps.pieces.scatter(first, last, landed)
         finally:
             if posted is None:
                 arena.give_back(pair)
             else:
                 arena.give_back_after(posted, pair)
-        return sums.digests()
+        return sums.digests() if sums is not None else None
 
     def direct(self, part: Part) -> None:
-        """Read one part straight into the pool."""
+        """Read one part straight into the pool, which is in this process."""
+        assert isinstance(self._pool, np.ndarray)
         nbytes, (here, there) = split_pieces(part.nbytes, part.here, part.there, limit=SLICE_NBYTES)
         for first, last in _slices(nbytes):
             pieces = slice(first, last)
             posted = self._peer.post(
                 "READ",
-                rows(address_of(self._array), here[pieces], nbytes[pieces]),
+                rows(address_of(self._pool), here[pieces], nbytes[pieces]),
                 rows(self._base, there[pieces], nbytes[pieces]),
             )
             try:

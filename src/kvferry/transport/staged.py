@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from kvferry.errors import DeadlineError, KVFerryError, TransportError
 from kvferry.transport.base import Copy
 from kvferry.transport.channel import Channel
+from kvferry.transport.device import PoolBytes, pieces_of
 from kvferry.transport.digest import ChunkDigests
 from kvferry.transport.patience import SLICE_SECONDS, Patience
-from kvferry.transport.staging import Pieces, step_starts
+from kvferry.transport.staging import step_starts
 from kvferry.transport.table import Part, split_pieces
 from kvferry.transport.windows import Arena, Mover, Pair, Posted, Progressing
 from kvferry.transport.wire import Kind, Operation, Request
@@ -46,9 +47,9 @@ _log = logging.getLogger(__name__)
 class Steps:
     """A table cut into steps that each fit a window; both sides cut the same way."""
 
-    def __init__(self, array: NDArray[np.uint8], offset: Int64, nbytes: Int64) -> None:
+    def __init__(self, pool: PoolBytes, offset: Int64, nbytes: Int64) -> None:
         self.nbytes, (self.offset,) = split_pieces(nbytes, offset)
-        self.pieces = Pieces(array, self.offset, self.nbytes)
+        self.pieces = pieces_of(pool, self.offset, self.nbytes)
         self.borders = list(pairwise(step_starts(self.nbytes).tolist()))
         ends = np.concatenate(([0], self.nbytes.cumsum()))
         self.step_nbytes = [int(ends[last] - ends[first]) for first, last in self.borders]
@@ -71,13 +72,13 @@ class _Settling:
 
 
 def ask_pushed(
-    channel: Channel, array: NDArray[np.uint8], copy: Copy, part: Part, *, patience: Progressing, arena: Arena
+    channel: Channel, pool: PoolBytes, copy: Copy, part: Part, *, patience: Progressing, arena: Arena
 ) -> NDArray[np.uint64] | None:
     """Have the peer write one part into windows here; sum it and bring it to its places.
 
     A refusal or a limit leaves the channel usable, any other failure does not.
     """
-    steps = Steps(array, part.here, part.nbytes)
+    steps = Steps(pool, part.here, part.nbytes)
     sums = ChunkDigests(part.chunk_end) if copy.integrity else None
     pair = arena.take(patience)
     settling = _Settling(arena, pair)
@@ -142,7 +143,7 @@ class _StoppedError(KVFerryError):
 
 def serve_pushed(
     channel: Channel,
-    array: NDArray[np.uint8],
+    pool: PoolBytes,
     request: Request,
     *,
     patience: Progressing,
@@ -155,7 +156,7 @@ def serve_pushed(
     the channel useless, or what came up before the peer was told that it is admitted.
     """
     patience.check()
-    steps = Steps(array, request.offset, request.nbytes)
+    steps = Steps(pool, request.offset, request.nbytes)
     pair = arena.take(patience)
     channel.is_in_step = False
     pushing = _Pushing(channel, patience, mover, pair, request.chunk_end.tolist())

@@ -47,8 +47,8 @@ def step_starts(nbytes: Int64, step_nbytes: int = STEP_NBYTES) -> Int64:
     return np.concatenate(([0], borders, [len(nbytes)])).astype(np.int64)
 
 
-def thread_staging(pool: Bytes) -> Bytes:
-    """This thread's staging buffer for pieces of ``pool``, which holds any step: uint8.
+def thread_staging(pool: Bytes | None) -> Bytes:
+    """This thread's staging buffer for pieces of ``pool`` (None: on a device), which holds any step: uint8.
 
     Kept as long as the thread, so that its pages are touched once. One use at a time. It lies to its
     cache lines as the pool does to its own: copies between unlike places take up to twice as long.
@@ -56,7 +56,8 @@ def thread_staging(pool: Bytes) -> Bytes:
     buffer: Bytes | None = getattr(_local, "buffer", None)
     if buffer is None:
         buffer = _local.buffer = aligned_buffer(2 * STEP_NBYTES + LINE_NBYTES)
-    return buffer[pool.ctypes.data % LINE_NBYTES :][: 2 * STEP_NBYTES]
+    lead = 0 if pool is None else pool.ctypes.data % LINE_NBYTES
+    return buffer[lead:][: 2 * STEP_NBYTES]
 
 
 def aligned_buffer(nbytes: int) -> Bytes:
