@@ -12,6 +12,7 @@ from kvferry.transfer.lease import Grants
 from kvferry.transport.base import Direction
 
 ID = b"t" * 16
+NONE = np.empty(0, np.int64)
 PIECES = (np.array([100, 0, 40]), np.array([50, 40, 10]))  # 0..50 in two touching pieces, and 100..150
 
 
@@ -59,6 +60,22 @@ def test_only_in_its_direction_and_while_it_lives() -> None:
     made.close(ID)
     with pytest.raises(PeerError, match="no live grant"):
         enter(made, [0], [10])
+
+
+def test_a_refused_copy_leaves_nothing_behind() -> None:
+    """Neither a copy inside nor, once it is closed, the grant; one without bytes admits nobody."""
+    made, told = grants(), []
+    for offset, nbytes in (([0, 45], [10, 11]), ([0], [-1]), ([1 << 62], [10])):
+        with pytest.raises(PeerError):
+            enter(made, offset, nbytes)
+    assert made.when_empty(ID, lambda: told.append("empty")) is True
+    made.open(b"e" * 16, Direction.READ, NONE, NONE, lambda _: None)
+    with pytest.raises(PeerError, match="outside the grant"):
+        made.enter(b"e" * 16, Direction.READ, np.array([0]), np.array([1]))
+    for each in (ID, b"e" * 16):
+        made.close(each)
+    assert made.num_open == 0
+    assert not told
 
 
 def test_memory_is_free_when_the_last_copy_has_left() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +20,45 @@ from kvferry.transport.base import Arrived, CancelToken, Direction
 __all__ = ["Grants"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Grant:
+    """``offset`` and ``nbytes``: int64, the pieces that may be touched, in the order of the plan."""
+
     direction: Direction
-    start: NDArray[np.int64]
-    stop: NDArray[np.int64]
+    offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
     on_landed: Callable[[Arrived], None]
     on_empty: list[Callable[[], None]] = field(default_factory=list)
     users: int = 0
     closed: bool = False
     token: CancelToken = field(default_factory=CancelToken)
+
+    @cached_property
+    def ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First bytes and ends, ascending; pieces that touch are one: a peer's need not end where ours do."""
+        order = np.argsort(self.offset, kind="stable")
+        start, stop = self.offset[order], (self.offset + self.nbytes)[order]
+        first = np.ones(len(start), bool)
+        first[1:] = start[1:] > np.maximum.accumulate(stop)[:-1]
+        index = np.flatnonzero(first)
+        return start[index], np.maximum.reduceat(stop, index) if len(index) else stop
+
+    def check(self, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
+        """Raise PeerError unless each descriptor lies inside. The very pieces need no search for each."""
+        if not len(offset) or (np.array_equal(offset, self.offset) and np.array_equal(nbytes, self.nbytes)):
+            return
+        # nbytes < 0 or offset + nbytes past 2^63 must not pass as "small".
+        if int(nbytes.min()) < 0 or int(offset.min()) < 0 or int(offset.max()) > 2**62:
+            raise _refused("a descriptor is negative or beyond any pool")
+        start, stop = self.ranges
+        at = np.searchsorted(start, offset, side="right") - 1
+        inside = (at >= 0) & (nbytes <= stop[at] - offset) if len(start) else np.zeros(len(offset), bool)
+        if not inside.all():
+            worst = int(np.flatnonzero(~inside)[0])
+            raise _refused(
+                f"descriptor {worst} (offset {int(offset[worst])}, {int(nbytes[worst])} bytes) "
+                f"lies outside the grant"
+            )
 
 
 class Grants:
@@ -47,16 +77,10 @@ class Grants:
         on_landed: Callable[[Arrived], None],
     ) -> None:
         """Allow ``direction`` inside these pieces. ``on_landed`` is called from a data thread."""
-        order = np.argsort(offset, kind="stable")
-        start, stop = offset[order], (offset + nbytes)[order]
-        # Pieces that touch become one range: a peer's descriptors need not end where ours do.
-        first = np.ones(len(start), bool)
-        first[1:] = start[1:] > np.maximum.accumulate(stop)[:-1]
-        index = np.flatnonzero(first)
-        ends = np.maximum.reduceat(stop, index) if len(index) else stop
+        grant = _Grant(direction, offset, nbytes, on_landed)
         with self._lock:
             assert transfer_id not in self._grants
-            self._grants[transfer_id] = _Grant(direction, start[index], ends, on_landed)
+            self._grants[transfer_id] = grant
 
     def close(self, transfer_id: bytes, error: KVFerryError | None = None) -> None:
         """Admit no new copy; with ``error``, end those that run. Closing twice is fine."""
@@ -95,20 +119,13 @@ class Grants:
                 raise _refused("there is no live grant for this transfer")
             if grant.direction is not direction:
                 raise _refused(f"the grant is to {grant.direction}, not to {direction}")
-            if len(offset):
-                # nbytes < 0 or offset + nbytes past 2^63 must not pass as "small".
-                if int(nbytes.min()) < 0 or int(offset.min()) < 0 or int(offset.max()) > 2**62:
-                    raise _refused("a descriptor is negative or beyond any pool")
-                at = np.searchsorted(grant.start, offset, side="right") - 1
-                inside = (at >= 0) & (nbytes <= grant.stop[at] - offset)
-                if not inside.all():
-                    worst = int(np.flatnonzero(~inside)[0])
-                    raise _refused(
-                        f"descriptor {worst} (offset {int(offset[worst])}, {int(nbytes[worst])} bytes) "
-                        f"lies outside the grant"
-                    )
             grant.users += 1
-            return grant.token
+        try:
+            grant.check(offset, nbytes)
+        except BaseException:
+            self.leave(transfer_id)
+            raise
+        return grant.token
 
     def landed(self, transfer_id: bytes, arrived: Arrived) -> None:
         """See ``Guard.landed``."""
