@@ -89,10 +89,15 @@ def copies(case: Row, shape: Shape, address: str, repeat: int, *, private: bool 
         rows = {mode: replace(case, how=mode + case.how, seen=[], whole=[]) for mode in ("pull", "push")}
         for row in rows.values() if integrity else ():
             row.how, row.must, row.stretch = f"{row.how}, xxh3", 0.0, 0.0
+        rates = []
         try:
             for _ in range(repeat + 1):
                 for mode, row in rows.items():
-                    moved(row, pair, mode, plain.seconds())
+                    seconds = plain.seconds()
+                    rates.append(shape.nbytes / seconds / 1e9)
+                    moved(row, pair, mode, seconds)
+            if not integrity:
+                rows["pull"].note = f"copyto {spread(rates)} GB/s"
             for mode in rows:
                 checked(pair, mode)
         finally:
@@ -108,7 +113,8 @@ def shm(repeat: int, scale: float) -> Iterator[Row]:
     blocks, little = Shape(large, 32 << 10), Shape(small, 4 << 10)
     mapped = Row(f"shm mapped, {large // MIB} MiB in 32 KiB blocks, over copyto", "", 0.85, 1.0)
     yield from copies(mapped, blocks, "shm", repeat)
-    yield from copies(replace(mapped, how=", one thread"), blocks, "shm?streams=1", repeat)
+    alone = replace(mapped, how=", one thread", must=0.0, stretch=0.0)
+    yield from copies(alone, blocks, "shm?streams=1", repeat)
     same = Row(f"shm mapped, {small // MIB} MiB in 4 KiB blocks, same ids in every layer", "", 0.6, 0.9)
     yield from copies(same, little, "shm", repeat)
     unlike = Row(f"shm mapped, {small // MIB} MiB in 4 KiB blocks, ids differ by layer", "", 0.25, 0.65)
@@ -136,8 +142,10 @@ def tcp(repeat: int, scale: float) -> Iterator[Row]:
             busy = Row(
                 "tcp, a busy Python thread in the engine process, over the same without", mode, 0.6, 0.85
             )
+            rates: list[float] = []
             for _ in range(repeat + 1):
-                reference = shape.nbytes / iperf3(2.0)
+                rates.append(iperf3(2.0))
+                reference = shape.nbytes / rates[-1]
                 for row in (best, summed):
                     tried = [Row("", "", 0, 0) for _ in (1, 2)]
                     for streams, found in zip((1, 2), tried, strict=True):
@@ -158,6 +166,7 @@ def tcp(repeat: int, scale: float) -> Iterator[Row]:
                 busy.whole.append((alone.total - alone.handshake) / (beside.total - beside.handshake))
             for pair in pairs.values():
                 checked(pair, mode)
+            one.note = f"iperf3 {spread([rate / 1e9 for rate in rates[1:]])} GB/s"
             rows = [one, best, summed, busy]
             drop_first(rows)
             busy.why = (
