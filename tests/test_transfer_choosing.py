@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from conftest import fill_random, unique_address
+from device_kit import FakeDevice
 from kvferry.errors import TransportError
 from kvferry.layout import BlockTable, PoolLayout
 from kvferry.protocol.ticket import read_ticket
-from kvferry.transfer import Endpoint
+from kvferry.transfer import Endpoint, Pool
 from kvferry.transfer.choosing import DESCRIPTORS, NBYTES, measured_seconds, rank
 from link_kit import line, links, profile, sweep
 
@@ -88,3 +90,33 @@ def test_a_transport_that_does_not_work_is_passed_over_and_named(
             BlockTable(0, [4]),
             transport="auto",
         ).result()
+
+
+def test_what_this_side_may_not_use_is_passed_over_too(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address out of a ticket that this side's own rules forbid, as a plain one off the host is."""
+    prefill = opened(LAYOUT, "tcp://127.0.0.1:0", name="prefill")
+    decode = opened(LAYOUT, name="decode")
+    from kvferry.transfer import directory
+
+    node_addresses = ("tcp://192.0.2.1:9?plain=yes", *prefill.addresses)
+    monkeypatch.setattr(directory.Directory, "addresses", property(lambda _: node_addresses))
+    ticket = prefill.offer(None, BlockTable(0, [1]), tokens=8, request_id="r")
+    move = decode.pull(ticket, BlockTable(0, [2]), transport="auto")
+    move.result()
+    move.started()
+    (why,) = move.record.passed_over
+    assert "plain" in why
+
+
+def test_a_pool_on_a_device_takes_no_transport_of_host_memory(opened: Opened) -> None:
+    """Each is named with the reason; nothing moved."""
+    prefill = opened(LAYOUT, ("tcp://127.0.0.1:0", unique_address("shm")), name="prefill")
+    ticket = prefill.offer(None, BlockTable(0, [1]), tokens=8, request_id="r")
+    device = FakeDevice(np.zeros(LAYOUT.nbytes, np.uint8))
+    with Endpoint.open(pool=Pool(device, LAYOUT), name="decode") as decode:
+        moving = decode.pull(ticket, BlockTable(0, [2]), transport="auto")
+        with pytest.raises(TransportError, match=r"shm: .*lies on fake:3; tcp: .*lies on fake:3"):
+            moving.result()
+    assert not device.show().any()
