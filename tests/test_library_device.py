@@ -80,7 +80,13 @@ def pull(prefill: Worker, decode: Worker, ticket: bytes) -> str:
 
 @pytest.mark.parametrize(
     "workers",
-    [((True, True), True), ((True, True), False), ((True, False), True), ((False, True), True)],
+    [
+        ((True, True), True),
+        ((True, True), False),
+        ((True, False), True),
+        ((False, True), True),
+        ((False, True), False),
+    ],
     indirect=True,
 )
 def test_a_request_moves_from_and_to_a_device(workers: tuple[Worker, Worker], address: str) -> None:
