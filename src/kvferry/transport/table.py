@@ -125,6 +125,12 @@ def split_pieces(nbytes: Int64, *offsets: Int64, limit: int = STEP_NBYTES) -> tu
 
 def first_outside(offset: Int64, nbytes: Int64, limit: int) -> int | None:
     """Index of the first piece that is empty or does not lie inside [0, limit); None if all do."""
+    if not len(nbytes):
+        return None
+    # The usual answer from the extremes alone: a tenth of the time of looking at each.
+    largest = int(nbytes.max())
+    if int(nbytes.min()) > 0 and int(offset.min()) >= 0 and int(offset.max()) <= limit - largest:
+        return None
     # No sum of two numbers from the peer: it could wrap around.
     bad = (nbytes < 1) | (offset < 0) | (nbytes > limit) | (offset > limit - np.minimum(nbytes, limit))
     return int(bad.argmax()) if bad.any() else None
