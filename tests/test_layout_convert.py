@@ -38,6 +38,7 @@ from kvferry.layout import (
     wire_form,
 )
 from kvferry.layout.conversion import conversion
+from kvferry.layout.pack import _as_fp8, numpy_dtype
 from layout_oracle import copy_by_plan
 from layout_strategies import Case, cases
 
@@ -459,6 +460,16 @@ def test_bounds_add_up_in_order() -> None:
     assert both.relative * worst + both.of_largest * largest + both.absolute == pytest.approx(end - worst)
     assert str(ErrorBound()) == "exact"
     assert str(replace(first, absolute=0.0)) == "at most 0.5 x |value| + 0.25 x largest"
+
+
+@pytest.mark.parametrize("lower", [0, 1, 0x8000, 0xFFFF])
+def test_float8_is_looked_up_as_it_is_rounded(lower: int) -> None:
+    """Every upper half of a finite float32 with a lower half: the bits that ml_dtypes' own cast gives."""
+    bits = (np.arange(1 << 16, dtype=np.uint32) << 16) | np.uint32(lower)
+    values = bits.view(np.float32)[np.isfinite(bits.view(np.float32))]
+    values = values[np.abs(values) <= 448]  # what is scaled is never larger
+    cast = values.astype(numpy_dtype("float8_e4m3fn")).view(np.uint8)
+    assert np.array_equal(_as_fp8(values, is_short=lower == 0), cast)
 
 
 def test_without_ml_dtypes_it_says_what_to_install() -> None:

@@ -66,7 +66,10 @@ def pack(wire: WireTensor, segment: Segment, side: Side, memory: Bytes, into: By
     scale = _scales(np.maximum.reduceat(largest, starts, axis=0), wire)
     scales.view(np.float32).reshape(scale.shape)[:] = scale
     steps /= np.repeat(scale, np.diff(starts, append=len(rows)), axis=0)[..., None]
-    target[:] = np.clip(np.rint(steps), -127, 127) if target.dtype == np.int8 else steps
+    if target.dtype == np.int8:
+        target[:] = np.clip(np.rint(steps), -127, 127)
+    else:
+        target.view(np.uint8)[:] = _as_fp8(steps, is_short=rows.dtype == numpy_dtype("bfloat16"))
 
 
 def unpack(wire: WireTensor, segment: Segment, side: Side, memory: Bytes, data: Bytes) -> None:
@@ -99,6 +102,28 @@ def _unscaled(wire: WireTensor, segment: Segment, rows: Rows, scales: Bytes) -> 
         unscaled *= scale
     # Rounding up may lead beyond the dtype's end, where no value was: bringing it back makes it better.
     return np.clip(unscaled, -largest, largest, out=unscaled)
+
+
+def _as_fp8(steps: NDArray[np.float32], *, is_short: bool) -> NDArray[np.uint8]:
+    """The bits of float8 e4m3 nearest to each value, looked up: several times as fast as ml_dtypes' cast.
+
+    By the upper half of its bits, 7 of the mantissa; float8 keeps 3, so of the lower half only whether
+    it is zero can matter, and that goes into the last bit. ``is_short``: all lower halves are zero.
+    """
+    bits = steps.view(np.uint32)
+    upper = (bits >> np.uint32(16)).astype(np.uint16)
+    if not is_short:
+        upper |= (bits & np.uint32(0xFFFF)) != 0
+    return _fp8_bits().take(upper)
+
+
+@lru_cache(maxsize=1)
+def _fp8_bits() -> NDArray[np.uint8]:
+    """Float8 e4m3 of each upper half of a float32."""
+    values = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        bits: NDArray[np.uint8] = values.astype(numpy_dtype(WireFormat.FP8)).view(np.uint8)
+    return bits
 
 
 @lru_cache(maxsize=1)
