@@ -35,9 +35,9 @@ from kvferry.units import format_bytes, format_seconds, parse_bytes, parse_rate
 
 PROBED = Payload(64 << 20, 32 << 10)
 SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB to 256 MiB, and then the largest
-TURNS, FEWEST_TURNS, COPIES, P95_COPIES = 12, 5, 8, 40
-# Copies that take less than this are made twice as often: their tail is a matter of single stalls.
-SHORT_SECONDS = 0.05
+TURNS, FEWEST_TURNS, COPIES, P95_COPIES = 24, 10, 4, 40
+# Short copies are made twice as often, since single stalls are their tail; long ones one a turn, and fewer.
+SHORT_SECONDS, LONG_SECONDS, FEWEST_LONG = 0.05, 1.0, 3
 
 
 def wanted(largest: int) -> list[Payload]:
@@ -82,13 +82,15 @@ async def in_turns(
         for payload in rng.permutation(np.array(others, object)):  # no size always follows the same one
             expected = 1.5 * flow.expected * payload.nbytes / probed[-1].nbytes
             mean = float(np.mean(times[payload])) if times[payload] else expected
-            if turn > FEWEST_TURNS and 2 * mean * len(times[payload]) > seconds / len(others):
+            is_long = mean > LONG_SECONDS
+            fewest = FEWEST_LONG if is_long else FEWEST_TURNS
+            if turn > fewest and 2 * mean * len(times[payload]) > seconds / len(others):
                 continue
             # The first of each exchange warms what other sizes have cooled, and is not counted.
-            flow.expected, large = max(mean, 0.5), mean > 1.0
+            flow.expected = max(mean, 0.5)
             count = 2 * COPIES if mean < SHORT_SECONDS else COPIES
-            copies = await flow.copy(payload, 1 if large else 1 + count)
-            times[payload] += [copied.seconds for copied in copies.copies[0 if large else 1 :]]
+            copies = await flow.copy(payload, 1 if is_long else 1 + count)
+            times[payload] += [copied.seconds for copied in copies.copies[0 if is_long else 1 :]]
             if turn == 1:
                 await flow.compare(payload)
         if time.monotonic() - begun > seconds and turn >= FEWEST_TURNS:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli import run
+from kvferry.cli.records_file import RecordsFile
 from kvferry.cli.simulate import parse_kill
 from kvferry.cli.sweep import Scenario, run_scenarios
 from kvferry.errors import InputError
@@ -105,6 +106,25 @@ def test_records_as_parquet(mooncake: str, tmp_path: Path) -> None:
     assert table.num_rows == 200
     assert str(table.schema.field("ttft_seconds").type) == "double"
     assert str(table.schema.field("prompt_tokens").type) == "int64"
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_records_of_a_run_that_was_interrupted_are_none(suffix: str, tmp_path: Path) -> None:
+    """What was there before is there still, and nothing lies beside it; a link is written through."""
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet", reason="extra [plan] is not installed")
+    out = tmp_path / f"records{suffix}"
+    out.write_text("before")
+    with pytest.raises(KeyboardInterrupt), RecordsFile(out):
+        raise KeyboardInterrupt
+    assert out.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [out]
+    link = tmp_path / f"link{suffix}"
+    link.symlink_to(out)
+    with RecordsFile(link):
+        pass
+    assert link.is_symlink()
+    assert out.read_bytes() != b"before"
 
 
 def test_a_sweep_is_the_same_in_parallel(mooncake: str, capsys: pytest.CaptureFixture[str]) -> None:

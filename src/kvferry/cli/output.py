@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
 
 from kvferry.errors import InputError, LocalError
 
-__all__ = ["Picture", "check_out", "write_whole"]
+__all__ = ["Picture", "beside", "check_out", "write_whole"]
 
 _FORMATS = ("svg", "png", "pdf")
 
@@ -30,22 +31,28 @@ def check_out(path: Path | None, field: str) -> None:
         ) from error
 
 
-def write_whole(path: Path, data: bytes, field: str) -> None:
-    """Write beside the target, then rename over it: a reader sees the old file or the new, never a part.
+def beside(path: Path) -> Path:
+    """Where to write what is renamed to ``path`` at its end: a reader sees the old file or the new.
 
-    What is a link or no regular file (a device, a pipe) is written through. Raises InputError naming
-    the option.
+    ``path`` itself where it is a link or no regular file (a device, a pipe): that is written through.
     """
     is_through = path.is_symlink() or (path.exists() and not path.is_file())
-    part = path if is_through else path.with_name(f".{path.name}.{os.getpid()}.part")
+    return path if is_through else path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def write_whole(path: Path, data: bytes, field: str) -> None:
+    """Write beside the target, then rename over it. Raises InputError naming the option."""
+    part = beside(path)
     try:
         part.write_bytes(data)
-        if not is_through:
+        if part != path:
             part.replace(path)
-    except OSError as error:
-        if not is_through:
+    except BaseException as error:
+        if part != path:
             part.unlink(missing_ok=True)
-        raise InputError(f"{field}: cannot write {path}: {error.strerror or error}") from error
+        if isinstance(error, OSError):
+            raise InputError(f"{field}: cannot write {path}: {error.strerror or error}") from error
+        raise
 
 
 class Picture:
@@ -74,8 +81,9 @@ class Picture:
 
     def save(self, figure: Any) -> None:
         """Raises InputError where it cannot be written after all."""
+        drawn = io.BytesIO()
         try:
-            figure.savefig(self.path, format=self._format)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise InputError(f"plot: cannot write {self.path}: {reason}") from error
+            figure.savefig(drawn, format=self._format)
+        except ValueError as error:
+            raise InputError(f"plot: cannot draw {self.path}: {error}") from error
+        write_whole(self.path, drawn.getvalue(), "plot")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_type_hints
 
+from kvferry.cli.output import beside, check_out
 from kvferry.errors import InputError, LocalError
 from kvferry.plan.sim_request import RequestRecord
 
@@ -18,8 +21,8 @@ _BATCH = 8192
 class RecordsFile:
     """A file of records; the suffix decides: ``.csv`` or ``.parquet``.
 
-    Holds at most :data:`_BATCH` records. Raises InputError for another suffix, without pyarrow, and
-    for a file that cannot be written.
+    Holds at most :data:`_BATCH` records. The file is there when the block has ended well; else what was there
+    before is. Raises InputError for another suffix, without pyarrow, and for a file that cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,14 +32,21 @@ class RecordsFile:
         self._file: Any = None
         if path.suffix not in {".csv", ".parquet"}:
             raise InputError(f"records: {path}: is neither .csv nor .parquet")
-        try:
+        check_out(path, "records")
+        self._part = beside(path)
+        with self._writing():
             if path.suffix == ".csv":
-                self._file = path.open("w", newline="", encoding="utf-8")
+                self._file = self._part.open("w", newline="", encoding="utf-8")
                 csv.writer(self._file).writerow(RequestRecord._fields)
             else:
-                self._parquet = _open_parquet(path)
+                self._parquet = _open_parquet(self._part)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            raise InputError(f"records: {path}: {error.strerror or error}") from error
+            raise InputError(f"records: cannot write {self.path}: {error.strerror or error}") from error
 
     def add(self, record: RequestRecord) -> None:
         """Keep one record."""
@@ -45,12 +55,14 @@ class RecordsFile:
             self._flush()
 
     def _flush(self) -> None:
-        if self._parquet is not None:
-            columns = dict(zip(RequestRecord._fields, zip(*self._batch, strict=True), strict=True))
-            if columns:
+        if not self._batch:
+            return
+        with self._writing():
+            if self._parquet is not None:
+                columns = dict(zip(RequestRecord._fields, zip(*self._batch, strict=True), strict=True))
                 self._parquet.write_batch(_record_batch(columns, self._parquet.schema))
-        else:
-            csv.writer(self._file).writerows(self._batch)
+            else:
+                csv.writer(self._file).writerows(self._batch)
         self._batch.clear()
 
     def __enter__(self) -> Self:
@@ -60,9 +72,18 @@ class RecordsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._flush()
+            try:
+                if kind is None:
+                    self._flush()
+            finally:
+                with self._writing():
+                    (self._file or self._parquet).close()
+            if kind is None and self._part != self.path:
+                with self._writing():
+                    self._part.replace(self.path)
         finally:
-            (self._file or self._parquet).close()
+            if self._part != self.path:
+                self._part.unlink(missing_ok=True)
 
 
 _TYPES: dict[Any, str] = {int: "int64", float: "float64", str: "string", float | None: "float64"}
