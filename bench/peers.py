@@ -30,7 +30,7 @@ from peers_pair import times_of
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transports import machine
+from transports import machine, scheduling
 
 MIB = 1 << 20
 POOL_NBYTES = 256 * MIB
@@ -245,14 +245,6 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     show(rows)
-
-
-def scheduling() -> str:
-    """How the processes are scheduled, where that is not the rule (``chrt -r 5``, ``nice -n -10``)."""
-    if os.sched_getscheduler(0) == os.SCHED_RR:
-        return f"real-time priority {os.sched_getparam(0).sched_priority}"
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    return f"niceness {niceness}" if niceness else ""
 
 
 def versions() -> dict[str, str]:

@@ -1,11 +1,12 @@
 """Does a profile fitted from payloads up to 64 MiB predict handoffs of 4 KiB to 512 MiB? On shaped links.
 
-    python bench/prediction.py [--rates 100M 1G] [--seconds 120] [--largest 512MiB] [--modes pull] [--json F]
+    python bench/prediction.py [--rates 100M 1G] [--seconds 120] [--largest 512MiB] [--modes pull] [--add F]
 
 Two agents in network namespaces, joined by veth with a token bucket (root, iproute2). For each rate the
 pair is probed by the sweep of `kvferry probe`, and in turns with it whole handoffs of other sizes and
 block sizes are made. The fit knows only the sweep. Errors are measured over predicted less one.
 ``none`` is no shaping; ``1G/100M`` is 1 Gb/s for what prefill sends, 100 Mb/s for what decode sends.
+With ``--add bench/results/prediction.json``, docs/make_numbers.py puts the run into docs/numbers.md.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime as dt
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from transports import machine, scheduling
 
 from kvferry.errors import InputError, NoPlanError
 from kvferry.link import Conditions, LinkFit, Mode, fit_link
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="at least, for each rate and mode")
     parser.add_argument("--largest", default="512MiB")
     parser.add_argument("--modes", nargs="+", choices=[str(mode) for mode in Mode], default=["pull", "push"])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--add", type=Path, help="a JSON file of runs, to which this one is added")
     parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
@@ -227,14 +227,23 @@ def main() -> None:
         parser.error(error.message)
     if why := why_no_namespaces():
         sys.exit(why)
-    rows = []
+    facts, rows = machine(), []
     for rate in options.rates:
         print(f"{rate}, load {psutil.getloadavg()[0]:.1f}", flush=True)
         rows += bench(rate, options)
     show(rows)
-    if options.json:
-        facts = {"date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), "kernel": platform.release()}
-        options.json.write_text(json.dumps({"run": facts, "rows": rows}, indent=1))
+    if options.add:
+        facts |= {"load_at_end": psutil.getloadavg()[0], "scheduling": scheduling()}
+        add(options.add, {"command": " ".join(sys.argv), "machine": facts, "rows": rows})
+
+
+def add(path: Path, run: dict[str, Any]) -> None:
+    """The run after those that the file has; the machine is the last run's, each has a load of its own."""
+    machine = {name: value for name, value in run["machine"].items() if not name.startswith("load")}
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"bench": "prediction", "machine": machine, "runs": [*runs, run]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -274,6 +274,14 @@ def machine() -> dict[str, object]:
     }
 
 
+def scheduling() -> str:
+    """How the processes are scheduled, where that is not the rule (``chrt -r 5``, ``nice -n -10``)."""
+    if os.sched_getscheduler(0) == os.SCHED_RR:
+        return f"real-time priority {os.sched_getparam(0).sched_priority}"
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    return f"niceness {niceness}" if niceness else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -304,7 +304,8 @@ def _fit(flow: Flow) -> ConditionFit:
 def _notes(source: str, target: str, flow: Flow) -> Iterator[str]:
     if flow.skipped:
         largest = max(payload.nbytes for payload in flow.skipped)
+        shapes = "1 shape" if len(flow.skipped) == 1 else f"{len(flow.skipped)} shapes"
         yield (
-            f"{source} -> {target}, {flow.transport}, {flow.conditions}: no time for {len(flow.skipped)} "
-            f"shapes of up to {largest} bytes; give more --seconds"
+            f"{source} -> {target}, {flow.transport}, {flow.conditions}: no time for {shapes} "
+            f"of up to {largest} bytes; give more --seconds"
         )
