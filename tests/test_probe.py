@@ -118,6 +118,15 @@ def test_bad_input_is_one_line(arguments: list[str], named: str, capsys: pytest.
     assert named in err
 
 
+def test_agents_that_are_not_there_are_all_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line and status 1, with each address that did not answer."""
+    peers = [f"127.0.0.1:{port}?plain=yes" for port in (1, 2, 3)]
+    assert run(["probe", *peers]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    for peer in peers:
+        assert line.count(f"tcp://{peer}") == 1
+
+
 def test_a_models_payload_has_its_bytes_pieces_and_layers() -> None:
     """As many bytes and descriptors as ``kvferry size`` says cross the wire, to within one block a region."""
     size = kv_size(load_shape("shape:32x8x128"), 4096, block_size=16)

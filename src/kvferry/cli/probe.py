@@ -244,5 +244,8 @@ async def _measure(
             error = site
     if len(sites) < 2:
         await close_all(sites)
+        *others, _ = unreachable
+        if others:
+            error = error.retold(message=f"{error.message}; nor were reached: {', '.join(others)}")
         raise error
     return await probe_sites(sites, plan, on_progress), unreachable
