@@ -38,6 +38,9 @@ class Signal(enum.IntEnum):
     DRIVE = 3
 
 
+_SIGNALS = frozenset(Signal)
+
+
 def broken(reason: str, peer: str) -> TransportError:
     """The error for a control connection that is gone."""
     return TransportError(
@@ -241,7 +244,7 @@ class Control(asyncio.Protocol):
 
 
 def _head_problem(nbytes: int, kind: int) -> str | None:
-    if kind not in set(Signal):
+    if kind not in _SIGNALS:
         return f"a control frame of unknown kind {kind}"
     limit = MAX_FRAME_NBYTES if kind == Signal.FRAME else MAX_SIGNAL_NBYTES
     return f"a control frame of {nbytes} bytes, above the limit of {limit}" if nbytes > limit else None

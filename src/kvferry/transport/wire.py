@@ -50,6 +50,9 @@ class Operation(enum.IntEnum):
     PUSH = 4
 
 
+_OPERATIONS = frozenset(Operation)
+
+
 class Kind(enum.IntEnum):
     """What a mark says."""
 
@@ -98,7 +101,7 @@ def tables_nbytes(head: bytes, peer: str) -> int:
     magic, operation, integrity, zero, _, seconds, pieces, chunks = REQUEST.unpack(head)
     if (
         magic != _REQUEST_MAGIC
-        or operation not in set(Operation)
+        or operation not in _OPERATIONS
         or integrity > 1
         or zero
         or not math.isfinite(seconds)
