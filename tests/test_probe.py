@@ -147,6 +147,8 @@ def test_the_payloads_of_a_trace_are_its_quantiles(tmp_path: Path) -> None:
     wanted = wanted_payloads(PayloadFlags(model="shape:4x2x64", prompt_lengths=trace))
     assert [named.name for named in wanted.named] == ["p50: 51 tokens", "p95: 96 tokens", "p99: 100 tokens"]
     assert wanted.largest == wanted.named[-1].payload
+    trace.write_text("prompt_tokens\n" + "\n".join(str(tokens) for tokens in range(1, 101)))
+    assert wanted_payloads(PayloadFlags(model="shape:4x2x64", prompt_lengths=trace)) == wanted
 
 
 def test_a_probe_of_many_pairs_keeps_their_fits_and_not_each_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def _prompt(
         if options.prompt_tokens is None:
             raise InputError("prompt_tokens: give --prompt-tokens N or --prompt-lengths FILE")
         return options.prompt_tokens, None, None
-    rows = list(open_trace(options.prompt_lengths, "prompt_lengths"))
+    rows = list(open_trace(options.prompt_lengths, "prompt_lengths", wants_output=False))
     lengths = prompt_lengths(rows)
     p95 = int(np.quantile(lengths, 0.95, method="higher"))
     tokens = p95 if options.prompt_tokens is None else options.prompt_tokens

@@ -120,4 +120,4 @@ def _lengths(path: Path | None, tokens: tuple[int, ...]) -> tuple[int, ...]:
         return tokens
     if tokens:
         raise InputError("prompt_lengths: given beside --prompt-tokens; give one of them")
-    return tuple(row.prompt_tokens for row in open_trace(path, "prompt_lengths"))
+    return tuple(row.prompt_tokens for row in open_trace(path, "prompt_lengths", wants_output=False))

@@ -35,9 +35,9 @@ def read_text(path: Path, field: str) -> str:
         raise InputError(f"{field}: {path}, line {line}: is not UTF-8") from error
 
 
-def open_trace(path: Path, field: str = "trace") -> Iterator[TraceRow]:
+def open_trace(path: Path, field: str = "trace", *, wants_output: bool = True) -> Iterator[TraceRow]:
     """The rows of a trace file, read as they are asked for."""
-    return read_trace(_lines(path, field), f"{field}: {path}")
+    return read_trace(_lines(path, field), f"{field}: {path}", wants_output=wants_output)
 
 
 def _lines(path: Path, field: str) -> Iterator[str]:

@@ -71,7 +71,7 @@ def _lengths(flags: PayloadFlags) -> list[tuple[float, int]]:
     from kvferry.cli.plan_files import open_trace
 
     assert flags.prompt_lengths is not None
-    rows = open_trace(flags.prompt_lengths, "prompt_lengths")
+    rows = open_trace(flags.prompt_lengths, "prompt_lengths", wants_output=False)
     lengths = np.fromiter((row.prompt_tokens for row in rows), np.int64)
     found = np.quantile(lengths, _QUANTILES, method="higher").astype(int).tolist()
     return list(zip(_QUANTILES, found, strict=True))

@@ -57,9 +57,10 @@ _OUTPUT = ("GeneratedTokens", "Response tokens", "output_tokens", "num_decode_to
 _ARRIVAL = ("TIMESTAMP", "Timestamp", "arrival_seconds")
 
 
-def read_trace(lines: Iterable[str], source: str) -> Iterator[TraceRow]:
+def read_trace(lines: Iterable[str], source: str, *, wants_output: bool = True) -> Iterator[TraceRow]:
     """The rows of a trace, in order of arrival.
 
+    Without ``wants_output`` a CSV may have prompts alone: its outputs are not read, and each is 0.
     Raises InputError naming the file, the line and the key or column, for the first row that cannot
     be read, goes back in time, or is longer than :data:`MAX_LINE_CHARACTERS`; and for an empty trace.
     """
@@ -71,7 +72,7 @@ def read_trace(lines: Iterable[str], source: str) -> Iterator[TraceRow]:
     if line.lstrip().startswith("{"):
         rows = _read_jsonl(chain([(number, line)], numbered), source)
     else:
-        rows = _read_csv(line, numbered, source)
+        rows = _read_csv(line, numbered, source, wants_output=wants_output)
     start = last = 0.0
     count = 0
     for count, (at, row) in enumerate(rows, start=1):
@@ -118,9 +119,12 @@ def _reason(error: msgspec.MsgspecError) -> str:
     return f"{key}: {reason}" if key else reason.replace("Object contains unknown field", "unknown key")
 
 
-def _read_csv(header: str, lines: Iterable[tuple[int, str]], source: str) -> Iterator[tuple[int, TraceRow]]:
+def _read_csv(
+    header: str, lines: Iterable[tuple[int, str]], source: str, *, wants_output: bool
+) -> Iterator[tuple[int, TraceRow]]:
     columns = columns_of(next(fields_of([header], source)), source)
-    prompt, output = _column(columns, _PROMPT, source), _column(columns, _OUTPUT, source)
+    prompt = _column(columns, _PROMPT, source)
+    output = _column(columns, _OUTPUT, source) if wants_output else None
     arrival = next((name for name in _ARRIVAL if name in columns), None)
     read_time = _clock() if arrival == "TIMESTAMP" else Cells.from_zero
     for number, line in lines:
@@ -129,7 +133,7 @@ def _read_csv(header: str, lines: Iterable[tuple[int, str]], source: str) -> Ite
             raise InputError(f"{source}, line {number}: {len(fields)} fields, the header has {len(columns)}")
         cells = Cells(dict(zip(columns, fields, strict=True)), source, number)
         seconds = None if arrival is None else read_time(cells, arrival)
-        yield number, TraceRow(seconds, cells.count(prompt), cells.count(output))
+        yield number, TraceRow(seconds, cells.count(prompt), 0 if output is None else cells.count(output))
 
 
 def _column(columns: list[str], names: tuple[str, ...], source: str) -> str:
