@@ -108,8 +108,11 @@ class Exporting:
         return await self._in_thread(self._vouch_in_thread, exported)
 
     def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """Have digests taken beside the loop; those of a few blocks now: sooner than a thread wakes."""
-        if self._home_nbytes > SMALL_NBYTES:
+        """Have digests taken beside the loop; those of a few blocks now: sooner than a thread wakes.
+
+        A device may have much to do first, and the loop waits for nobody.
+        """
+        if self._home_nbytes > SMALL_NBYTES or self._session.node.memory.device is not None:
             call = functools.partial(work, *args, **kwargs)
             return self._loop.run_in_executor(self._session.node.copiers, call)
         done: asyncio.Future[T] = self._loop.create_future()

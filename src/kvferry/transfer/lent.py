@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import LocalError
+from kvferry.errors import InputError, LocalError
 from kvferry.layout import GroupLayout, LayerKind, PoolLayout
 
 if TYPE_CHECKING:
@@ -26,20 +26,26 @@ class LentBlocks:
 
     def __init__(self, layout: PoolLayout) -> None:
         self._groups = layout.groups
-        self._writers = [np.zeros(group.num_blocks, np.uint16) for group in layout.groups]
-        self._holders = [np.zeros(group.num_blocks, np.uint16) for group in layout.groups]
+        self._shares = layout.groups_share_blocks
+        counted = layout.groups[:1] if self._shares else layout.groups
+        most = max(group.num_blocks for group in layout.groups)
+        sizes = [most if self._shares else group.num_blocks for group in counted]
+        self._writers = [np.zeros(size, np.uint16) for size in sizes]
+        self._holders = [np.zeros(size, np.uint16) for size in sizes]
         self._lent: dict[bytes, _Loan] = {}
 
     def lend(self, session: Session) -> None:
         """Note what a transfer to this side writes, and which blocks of a held prefix it relies on.
 
         Raises LocalError, and notes nothing, when a block that it writes is another's, or when one
-        that it holds is being written.
+        that it holds is being written; InputError when groups that share their blocks share one here.
         """
         parts = [
             _parts(group, table.first_block, np.asarray(table.ids, np.int64), session.held.tokens)
             for group, table in zip(self._groups, session.tables, strict=True)
         ]
+        if self._shares:
+            parts = [self._as_one(parts)]
         loan = _Loan(session.request_id, session.together, *(list(part) for part in zip(*parts, strict=True)))
         for group, (written, held) in enumerate(parts):
             if self._writers[group][written].any() or self._holders[group][written].any():
@@ -48,6 +54,22 @@ class LentBlocks:
                 self._check(loan, group, held, held_too=False)
         self._count(loan, 1)
         self._lent[session.transfer] = loan
+
+    def _as_one(
+        self, parts: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of groups in the same memory: what all of them write, each block once, and what they hold."""
+        written, held = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
+        ids, counts = np.unique(written, return_counts=True)
+        twice = ids[counts > 1]
+        if not len(twice):
+            twice = np.intersect1d(written, held)
+        if len(twice):
+            raise InputError(
+                f"tables: block {int(twice[0])} is given to two groups, which lie in the same memory",
+                next_step="allocate each group's blocks of a request apart",
+            )
+        return written, np.unique(held)
 
     def give_back(self, transfer: bytes) -> None:
         """The transfer writes no more; nothing happens if it never did, or gave back before."""
@@ -60,6 +82,9 @@ class LentBlocks:
             for count, ids in zip(counts, blocks, strict=True):
                 count[ids] += np.int16(by).astype(np.uint16)  # wraps: -1 is 65,535
 
+    def _of_group(self, group: int) -> str:
+        return "" if self._shares else f" of group {self._groups[group].name!r}"
+
     def _check(self, loan: _Loan, group: int, ids: NDArray[np.int64], *, held_too: bool) -> None:
         for other in self._lent.values():
             if loan.together and other.together == loan.together:
@@ -68,7 +93,7 @@ class LentBlocks:
             shared = np.intersect1d(ids, used)
             if len(shared):
                 raise LocalError(
-                    f"tables: block {int(shared[0])} of group {self._groups[group].name!r} is lent "
+                    f"tables: block {int(shared[0])}{self._of_group(group)} is lent "
                     f"for request {other.request_id} already",
                     request_id=loan.request_id,
                     now_true="nothing moved; the blocks are the caller's",

@@ -177,8 +177,17 @@ class Payload:
         work.add_done_callback(self._copied)
 
     def settle(self) -> bool:
-        """Everything was asked for: true if nothing is on its way any more; else COPIED comes later."""
-        return not self.is_copying and not self._parts and self.packing.is_done
+        """Everything was asked for: true if nothing is on its way any more; else COPIED comes later.
+
+        What the peer writes here counts: it has said that it is done, and is still let out properly.
+        """
+        if self.is_copying or self._parts or not self.packing.is_done:
+            return False
+        return self._session.role is Role.PREFILL or self._when_empty(self._all_left)
+
+    def _all_left(self) -> None:
+        if self._session.machine.phase is Phase.SETTLING:
+            self._session.feed(Event.COPIED)
 
     def stop(self, error: KVFerryError) -> None:
         """End the copy that runs, soon, and forget those that wait."""
@@ -267,6 +276,11 @@ class Payload:
         if self.is_copying or self.exporting.is_busy or self.packing.is_busy:
             self._when_quiet = call
             return False
+
+        return self._when_empty(call)
+
+    def _when_empty(self, call: Callable[[], None]) -> bool:
+        """True if no copy of the peer is in this side's memory; else ``call`` runs, on the loop, then."""
 
         def in_thread() -> None:
             self._loop.call_soon_threadsafe(call)

@@ -16,6 +16,7 @@ from kvferry.protocol.prefix import HeldPrefix
 from kvferry.protocol.table import Event, Phase, Role
 from kvferry.protocol.ticket import Mode, read_ticket
 from kvferry.transfer import calls as c
+from kvferry.transfer.exporting import known
 from kvferry.transfer.node import Node
 from kvferry.transfer.payload import Part
 from kvferry.transfer.portions import check_portions
@@ -74,9 +75,13 @@ class Service:
             raise InputError("like: that offer is of other blocks or tokens")
         session = self._hold(Role.PREFILL, Mode.PULL, call)
         session.state = call.state
-        session.payload.exporting.begin(None if like is None else like.payload.exporting)
-        if session.payload.exporting.exported is not None:
-            await asyncio.shield(session.payload.exporting.exported)
+        try:
+            session.payload.exporting.begin(None if like is None else like.payload.exporting)
+            if session.payload.exporting.exported is not None:
+                await asyncio.shield(session.payload.exporting.exported)
+        except Exception as error:
+            session.fail(known(error, "taking digests"))  # no ticket goes out: nobody could take it back
+            raise
         return c.Held(self._node.ticket(session, call.lease_seconds))
 
     async def _reserve(self, call: c.ReserveCall) -> c.Held:

@@ -150,9 +150,15 @@ class Session:
 
     def fail(self, error: KVFerryError, event: Event = Event.CANCEL) -> None:
         """Something ended the transfer; the first error is the one that is told."""
-        if not self.machine.is_final:
+        if not self.machine.is_final and not self._is_ignored(event):
             self.keep_error(error)
         self.feed(event)
+
+    def _is_ignored(self, event: Event) -> bool:
+        """What prefill calls off once decode has everything is decode's: it has no say, and no error."""
+        if self.role is not Role.PREFILL or self.machine.phase is not Phase.COMMITTED:
+            return False
+        return not self.machine.expect(event).actions
 
     def feed(self, event: Event) -> None:
         """Move on ``event`` and do what the table says; raises as ``Machine.handle`` does."""
@@ -184,7 +190,10 @@ class Session:
     def _perform(self, actions: list[Action]) -> None:
         while actions:
             if actions[0] is Action.FREE and not self.payload.when_quiet(lambda: self._perform(actions)):
-                return  # goes on, from FREE, when nothing touches the memory any more
+                # Goes on, from FREE, when nothing touches the memory any more. A copy that has come to its
+                # end leaves at once; a peer that stays is put out.
+                self._loop.call_later(self.config.timeouts.abort, self.payload.close_grant, _overstayed())
+                return
             ACTIONS[actions.pop(0)](self)
 
     async def push_part(self, part: Part) -> None:
@@ -312,11 +321,11 @@ class Session:
 
     def peer_said(self, error: KVFerryError) -> None:
         """The peer's own word why it gave up. Its data path may have been first to say that it did."""
+        self.peer_gave_up = True
         if isinstance(self.error, CopyEndedError):
-            self.error, self.peer_gave_up = error, True
-            return
-        self.peer_gave_up = self.error is None
-        self.keep_error(error)
+            self.error = error
+        else:
+            self.keep_error(error)
 
     def final_error(self) -> KVFerryError:
         """What ended the transfer, with all that is known about it here."""
@@ -370,6 +379,10 @@ class Session:
             chosen="" if self.peer is None else self.peer.chosen,
             passed_over=() if self.peer is None else self.peer.passed_over,
         )
+
+
+def _overstayed() -> PeerError:
+    return PeerError("the transfer has ended, and the peer is still in its memory")
 
 
 def _retrieve(future: asyncio.Future[Arrival] | asyncio.Future[Outcome]) -> None:

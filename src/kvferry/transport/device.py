@@ -7,6 +7,7 @@ for both. docs/decisions/0180-device-pools.md.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import InputError
+from kvferry.errors import InputError, KVFerryError, LocalError
 from kvferry.transport.staging import STEP_NBYTES, Pieces
 
 if TYPE_CHECKING:
@@ -76,10 +77,26 @@ class _DevicePieces:
         self._nbytes = nbytes
 
     def gather(self, first: int, last: int, out: Bytes) -> None:
-        self._device.gather(self._offset[first:last], self._nbytes[first:last], out)
+        with self._named("read"):
+            self._device.gather(self._offset[first:last], self._nbytes[first:last], out)
 
     def scatter(self, first: int, last: int, data: Bytes) -> None:
-        self._device.scatter(self._offset[first:last], self._nbytes[first:last], data)
+        with self._named("write"):
+            self._device.scatter(self._offset[first:last], self._nbytes[first:last], data)
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Whatever a device's library raises, as this side's fault: then a peer can be told of it."""
+        try:
+            yield
+        except KVFerryError:
+            raise
+        except Exception as error:
+            raise LocalError(
+                f"{self._device.name} failed to {what} the pool: {error!r}",
+                phase="move",
+                next_step="see the device's own log; the blocks are as they were, or partly written",
+            ) from error
 
 
 class TorchBytes(DeviceBytes):

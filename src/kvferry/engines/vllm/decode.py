@@ -169,8 +169,8 @@ class Loads:
         blocks of the table; the last is vLLM's null block, since it counts as lent, and one thread
         does this, since it can be lent once.
         """
-        if any(group.window for group in self._groups):
-            return  # a window's tail would move all the same; prefill's lease ends instead
+        if len(self._groups) > 1 or self._groups[0].window:
+            return  # a window's tail would move all the same, and so would a state; prefill's lease ends
         ids, ticket = unpack_ids(load.ids), load.tickets[self._rank]
         tables = []
         for group in self._groups:
