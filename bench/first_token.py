@@ -52,7 +52,11 @@ def vllm_servers(stack: ExitStack) -> tuple[str, str]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     (folder / "model").mkdir()
     subprocess.run([sys.executable, str(TESTS / "vllm_model.py"), str(folder / "model")], check=True)
-    kv = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.engines.vllm"}
+    kv: dict[str, Any] = {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.engines.vllm",
+        "kv_connector_extra_config": {"same_model": True},
+    }
     servers = []
     for core, role in enumerate(("kv_producer", "kv_consumer")):
         options = {"no-enable-prefix-caching": None, "max-model-len": 4096, "served-model-name": "m"}

@@ -320,6 +320,21 @@ def test_decode_is_asked_to_have_prefill_push() -> None:
     assert p[1] == []
 
 
+def test_one_token_is_made_by_decode_where_prefill_is_gone() -> None:
+    """As longer answers are; not with ``--fallback fail``."""
+    whole = {"choices": [{"index": 0, "text": "B", "finish_reason": "length"}], "id": "x"}
+    body = {"prompt": "abc", "max_tokens": 1}
+    with stub([whole]) as (url, asked_for):
+        with proxy("--prefill", NOBODY, "--decode", url) as front:
+            said = front.post(body)
+        with proxy("--prefill", NOBODY, "--decode", url, "--fallback", "fail") as strict:
+            refused = strict.post(body)
+    assert text_of(said.json()) == "B"
+    assert said.headers["x-kvferry-way"].startswith("alone; one token is asked for; ")
+    assert refused.status_code == 502
+    assert asked_for == [body]
+
+
 @pytest.mark.slow
 def test_an_answer_that_is_not_streamed_may_be_silent_for_longer() -> None:
     """--silence-seconds is for streams; past --answer-seconds nobody is blamed and nothing asked again."""

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
     logs = tmp_path_factory.mktemp("logs")
-    extra = {"pull_timeout_seconds": 12, "push_timeout_seconds": 20}
+    extra = {"pull_timeout_seconds": 12, "push_timeout_seconds": 20, "same_model": True}
     prefill = Server(model, logs / "prefill", CONNECTOR | {"kv_connector_extra_config": extra}, 0)
     extra |= {"prefill_urls": [prefill.url]}
     config = CONNECTOR | {"kv_connector_extra_config": extra}

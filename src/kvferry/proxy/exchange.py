@@ -63,7 +63,7 @@ class Exchange:
         if (reason := self._body.why_alone()) is not None:
             return await self._alone(reason)
         if self._body.max_tokens == 1:
-            return await self._one_worker(self._state.workers.least_prefill(), "one token is asked for")
+            return await self._one_token()
         tried: list[Worker] = []
         last: WorkerFailedError | None = None
         for _ in range(1 + self._options.retries):
@@ -88,6 +88,16 @@ class Exchange:
         if self._options.fallback == "fail":
             raise last
         return await self._alone(f"no handoff came about: {last}", without=tried)
+
+    async def _one_token(self) -> Answer | Events:
+        """Prefill gives all of it; where prefill fails, decode does."""
+        worker = self._state.workers.least_prefill()
+        try:
+            return await self._one_worker(worker, "one token is asked for")
+        except WorkerFailedError as error:
+            if error.is_nobodys_fault or self._options.fallback == "fail":
+                raise
+            return await self._alone(f"one token is asked for; {error}", without=[worker])
 
     async def _over(self, pair: Pair) -> Answer | Events:
         if self._options.mode == "push-by-decode":

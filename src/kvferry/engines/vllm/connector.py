@@ -64,7 +64,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=ranks,
             window=largest_window(kv_cache_config),
             prefill_urls=self._options.prefill_urls,
-            first_token=first_token_of(vllm_config),
+            first_token=first_token_of(vllm_config, self._options),
         )
 
     # Worker side.

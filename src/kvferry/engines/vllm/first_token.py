@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from kvferry.engines.vllm.options import Options
+
 __all__ = ["CONTINUE_KEY", "EMIT_KEY", "PLAIN_KEY", "UNKNOWN", "FirstToken", "first_token_of"]
 
 EMIT_KEY = "kvferry_first_token"
@@ -92,11 +94,17 @@ def _why_not(sampling: Any) -> str:
     return ""
 
 
-def first_token_of(vllm_config: Any) -> FirstToken:
-    """The settings of an engine. Fields that another vLLM lacks count as not set."""
+def first_token_of(vllm_config: Any, options: Options) -> FirstToken:
+    """The settings of an engine. Fields that another vLLM lacks count as not set.
+
+    A token that is out cannot be taken back, and decode finds that the pair does not fit only
+    after it: so it has to be known before.
+    """
     model = vllm_config.model_config
     never = ""
-    if getattr(model, "logits_processors", None):
+    if not options.same_model and not options.peers:
+        never = "neither same_model nor peers says that decode runs this model"
+    elif getattr(model, "logits_processors", None):
         never = "this server has logits processors of its own"
     elif getattr(vllm_config, "watermark_config", None) is not None:
         never = "this server watermarks what it writes"

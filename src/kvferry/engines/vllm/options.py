@@ -21,6 +21,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ``listen``: addresses of this worker's endpoint, best first; empty for shared memory under a
     name of its own. A tcp port other than 0 is the first rank's; rank r listens at port + r.
     ``peers``: addresses of workers that have to fit; compared at start, before any request.
+    ``same_model``: every decode server that gets this server's tickets runs the same model, so the token
+    that prefill sampled may be given out before decode has looked. ``peers`` say so too.
     ``transport``: scheme that decode claims by; empty for the first of prefill's addresses.
     ``prefill_urls``: base URLs of prefill servers that decode may ask to push; a request names one.
     ``identity``: certificate and key of this worker (``kvferry certs``), for tcp off loopback.
@@ -30,6 +32,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     listen: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
+    same_model: bool = False
     transport: str = ""
     prefill_urls: tuple[str, ...] = ()
     identity: str = ""
