@@ -372,6 +372,20 @@ def test_a_push_that_prefill_does_not_make_fails_at_once(
     assert decode.side.endpoint.stats().holds == 0
 
 
+def test_a_push_by_a_prefill_that_does_not_fit_ends_soon_after_its_answer(
+    worker: Callable[..., FakeWorker], interface: Callable[..., PrefillInterface]
+) -> None:
+    """Its server knows nothing of it; the reservation that nobody took up does not wait for its end."""
+    prefill, decode = worker(weights="ef" * 32), worker(push_timeout_seconds=600.0, lost_seconds=1.0)
+    http = interface(prefill)
+    decode.step(Step(loads=[Load("r", (), pack_ids(IDS), 0, ((9, 8, 7, 6),), http.url)]))
+    results = until_loaded(decode, "r")
+    assert results.failed == {"r"}
+    assert "does not push it" in str(results.errors[0])
+    assert any("weights" in line for line in prefill.log)
+    assert decode.side.endpoint.stats().holds == 0
+
+
 def test_a_push_that_nobody_answers_ends(worker: Callable[..., FakeWorker]) -> None:
     decode = worker(push_timeout_seconds=0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:

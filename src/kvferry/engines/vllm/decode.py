@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.push import ask_prefill
 from kvferry.engines.vllm.results import Outbox
 from kvferry.engines.vllm.step import Load, block_tables
-from kvferry.errors import CapacityError, CorruptError, KVFerryError, LocalError
+from kvferry.errors import CapacityError, CorruptError, KVFerryError, LocalError, PeerError
 from kvferry.layout import BlockTable, GroupLayout
 from kvferry.protocol.prefix import HeldPrefix, hold_prefix, prefix_salt
 from kvferry.protocol.ticket import read_ticket
@@ -157,9 +157,13 @@ class Loads:
                 known = error if isinstance(error, KVFerryError) else f"kvferry failed: {error!r}"
                 self._endpoint.cancel(ticket, known)
 
-        self._askers.submit(
-            ask_prefill, load.prefill_url, ids, ticket, seconds, cache_salt=load.cache_salt
-        ).add_done_callback(answered)
+        def ask() -> None:
+            ask_prefill(load.prefill_url, ids, ticket, seconds, cache_salt=load.cache_salt)
+            # Its server has answered for its worker, which is pushing by now or never will.
+            wait([move.arrival], self._options.lost_seconds)
+            self._endpoint.cancel(ticket, _not_taken_up(load.prefill_url), unclaimed_only=True)
+
+        self._askers.submit(ask).add_done_callback(answered)
         return move, _settled(move)
 
     def _decline(self, load: Load) -> None:
@@ -189,6 +193,16 @@ class Loads:
             move.started()
         except KVFerryError as error:
             self._outbox.note(f"prefill is not told that decode needs nothing; its lease will end: {error}")
+
+
+def _not_taken_up(url: str) -> PeerError:
+    return PeerError(
+        "prefill has computed the prompt and does not push it",
+        peer=url,
+        phase="claim",
+        now_true="nothing moved; decode's blocks are free",
+        next_step="the log of prefill's worker says why; most often the pair does not fit",
+    )
 
 
 def _settled(move: Move) -> ExecutionState | None:
