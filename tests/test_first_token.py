@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvferry.engines.vllm.first_token import CONTINUE_KEY, PLAIN_KEY, FirstToken, first_token_of
+from kvferry.engines.vllm.options import read_options
 from kvferry.proxy import follow as proxy_side
 from kvferry.proxy.body import Body
 from kvferry.proxy.follow import Follow, MisreadError, read_follow
@@ -77,7 +78,11 @@ def test_a_server_whose_sampling_is_more_than_the_request_says_never_does() -> N
         engine = {key: fields.pop(key) for key in list(fields) if key not in model}
         return SimpleNamespace(model_config=SimpleNamespace(**model | fields), **engine)
 
-    assert first_token_of(config()) == FirstToken(64, 20, "")
+    for options in ({"same_model": True}, {"peers": ["shm://decode"]}):
+        assert first_token_of(config(), read_options(options)) == FirstToken(64, 20, "")
+    # Decode refuses a pair that does not fit when the token would be out already.
+    assert "same_model" in first_token_of(config(), read_options({})).told(prefilled())[PLAIN_KEY]
+    known = read_options({"same_model": True})
     reasoning = SimpleNamespace(reasoning_parser="r1")
     for fields, why in (
         ({"logits_processors": ["x"]}, "logits processors"),
@@ -87,7 +92,7 @@ def test_a_server_whose_sampling_is_more_than_the_request_says_never_does() -> N
         ({"structured_outputs_config": reasoning}, "reasoning"),
         ({"reasoning_config": reasoning}, "reasoning"),
     ):
-        assert why in first_token_of(config(**fields)).told(prefilled())[PLAIN_KEY]
+        assert why in first_token_of(config(**fields), known).told(prefilled())[PLAIN_KEY]
     assert PLAIN_KEY in FirstToken().told(prefilled())
 
 

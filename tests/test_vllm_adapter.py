@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import wait_until
-from kvferry.engines.vllm.first_token import FirstToken, first_token_of
+from kvferry.engines.vllm.first_token import FirstToken
 from kvferry.engines.vllm.identity import files_digest
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.pool_layout import Group, LayerTensor, pool_layout
@@ -500,25 +499,6 @@ def test_how_to_go_on_after_the_first_token_is_told_where_it_is_asked() -> None:
         "kvferry_continue": {"ids": [*IDS, 7], "room_tokens": 28, "default_tokens": 28}
     }
     assert ended["kvferry_refused"] == "it ended with its first token"
-
-
-@pytest.mark.parametrize(
-    ("options", "is_known"), [({}, False), ({"same_model": True}, True), ({"peers": ["shm://decode"]}, True)]
-)
-def test_a_first_token_goes_out_only_where_decode_is_known_to_fit(
-    options: dict[str, Any], is_known: bool
-) -> None:
-    """Decode refuses a pair that does not fit when the token would be out already."""
-    model = SimpleNamespace(
-        generation_config="vllm",
-        override_generation_config={},
-        max_model_len=128,
-        get_diff_sampling_param=dict,
-    )
-    made = first_token_of(SimpleNamespace(model_config=model), read_options(options))
-    assert made.never == "" if is_known else "same_model" in made.never
-    told = made.told(FakeRequest("r", IDS, PREFILL, output_token_ids=[7], sampling_params=Neutral()))
-    assert ("kvferry_continue" in told) is is_known
 
 
 def test_a_preempted_prompt_is_withdrawn_and_offered_again() -> None:
