@@ -105,9 +105,15 @@ def test_a_state_is_taken_apart_and_put_together(made: tuple[Part, ...]) -> None
 
 @given(parts(), st.data())
 def test_a_cut_or_longer_state_is_refused(made: tuple[Part, ...], data: st.DataObject) -> None:
-    """By any number of bytes: llama.cpp accepts 64 too many, and reads on after a cut by 1, 2 or 4."""
+    """By any number of bytes: llama.cpp accepts 64 too many, and reads on after a cut by 1, 2 or 4.
+
+    But for whole layers of a recurrent memory: it does not say how many it has, the model's form does.
+    """
     whole = build(made)
-    cut = data.draw(st.integers(0, len(whole) - 1))
+    rows = made[-1].rows if isinstance(made[-1], Recurrent) else ()
+    ends = np.cumsum([12 + row.row_nbytes for row in reversed(rows)])
+    whole_layers = {len(whole) - int(end) for end in ends[1:-1:2]}
+    cut = data.draw(st.integers(0, len(whole) - 1).filter(lambda cut: cut not in whole_layers))
     with pytest.raises(CorruptError):
         parse(whole[:cut], (*kinds(made)[:1], *kinds(made)[1:]))
     if isinstance(made[-1], Attention):

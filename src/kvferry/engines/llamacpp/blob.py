@@ -183,6 +183,8 @@ def _recurrent(reader: _Reader) -> Recurrent:
     rows = []
     while reader.left:  # it is the last part
         rows.append(_rows(reader, 1))
+    if len(rows) % 2 or not rows:
+        raise CorruptError(f"sequence state: {len(rows)} rows, where each layer has two")
     return Recurrent(position, layers, tuple(rows))
 
 
