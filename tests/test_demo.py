@@ -250,6 +250,7 @@ def test_a_wire_format_is_smaller_and_said() -> None:
     assert result["payload_bytes"] == 4 * 2 * 2 * (tokens * 16 + -(-tokens // 16) * 4)
 
 
+@pytest.mark.slow
 def test_for_a_person() -> None:
     """Without --json it prints the text, that the tokens are identical, what moved and a bar chart."""
     done = kvferry("demo", "--model", "tiny", "--prompt", "Where does it go?", "--tokens", "6")
@@ -267,6 +268,7 @@ def test_for_a_person() -> None:
         assert word in done.stdout
 
 
+@pytest.mark.slow
 def test_a_continuation_that_differs_is_not_called_identical(tmp_path: Path) -> None:
     """Decode's sampler is given another seed behind the record's back: the command says so, and exits 1."""
     patch = tmp_path / "sitecustomize.py"

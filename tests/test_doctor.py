@@ -222,6 +222,7 @@ def agent() -> Iterator[AgentProcess]:
         yield found[0]
 
 
+@pytest.mark.slow
 def test_a_peer_is_tried_by_every_transport(
     agent: AgentProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

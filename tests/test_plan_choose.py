@@ -217,6 +217,7 @@ def test_more_requests_never_take_fewer_gpus() -> None:
     assert not [count for count in gpus if count % 4]
 
 
+@pytest.mark.slow
 def test_a_rate_that_nothing_carries_has_no_choice_and_says_by_how_much() -> None:
     """1,000 requests/s on 32 GPUs: no choice; each kind says what it carries and how far short that is."""
     result = planned(rate=1000.0)
@@ -230,6 +231,7 @@ def test_a_rate_that_nothing_carries_has_no_choice_and_says_by_how_much() -> Non
     assert [row.most for row in result.rows] == sorted((row.most for row in result.rows), reverse=True)
 
 
+@pytest.mark.slow
 def test_a_trace_s_own_rate_is_not_stated() -> None:
     """Without a stated rate the choice has the highest goodput for each GPU, but for the margin."""
     rows = [TraceRow(None, 1200, 60)] * 2000

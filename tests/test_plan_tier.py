@@ -163,6 +163,7 @@ def flooded(system: Fleet, tokens: int) -> float:
 
 @settings(deadline=None, max_examples=12)
 @given(fits(), st.sampled_from([300, 4000]), st.sampled_from([1, 2]), st.sampled_from([None, 0.5, 4.0]))
+@pytest.mark.slow
 def test_a_full_link_carries_the_cap(fit: LinkFit, tokens: int, each: int, ports: float | None) -> None:
     """At saturation the simulator's throughput is the closed form's cap, where ``check`` has load 1."""
     if fit.spreads:  # a slow one at the very end would leave the other ports idle

@@ -151,6 +151,7 @@ def test_the_payloads_of_a_trace_are_its_quantiles(tmp_path: Path) -> None:
     assert wanted_payloads(PayloadFlags(model="shape:4x2x64", prompt_lengths=trace)) == wanted
 
 
+@pytest.mark.slow
 def test_a_probe_of_many_pairs_keeps_their_fits_and_not_each_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else 34 nodes write a link file that no verb reads; a note says so, and the file is read back."""
     plan = ProbePlan(largest=SMALL, transports=("shm",), modes=(Mode.PULL,), repeats=2)

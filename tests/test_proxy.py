@@ -206,6 +206,7 @@ def stub(
             ended.set()
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_a_worker_has_begun_to_answer_is_told() -> None:
     """What the worker has not begun to answer is broken off as well, whole or streamed."""
     ends = ("--prefill", NOBODY, "--min-prompt-tokens", "99")
@@ -267,6 +268,7 @@ def test_another_engine_is_asked_by_the_contract_and_no_more() -> None:
     assert d[1] == [body | {"kv_transfer_params": given}, body, body]
 
 
+@pytest.mark.slow
 def test_decode_goes_on_after_prefills_token_where_prefill_says_how() -> None:
     """``kvferry_continue``: the ids as decode's prompt, one token less; the usage stays the client's. What
     prefill or the token's text forbids goes the plain way by name, with the same ticket."""
@@ -320,6 +322,7 @@ def test_decode_is_asked_to_have_prefill_push() -> None:
     assert p[1] == []
 
 
+@pytest.mark.slow
 def test_one_token_is_made_by_decode_where_prefill_is_gone() -> None:
     """As longer answers are; not with ``--fallback fail``."""
     whole = {"choices": [{"index": 0, "text": "B", "finish_reason": "length"}], "id": "x"}

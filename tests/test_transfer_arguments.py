@@ -119,6 +119,7 @@ def test_an_empty_range_of_layers_is_not_all(opened: Opened, scheme: str) -> Non
         arrived.result()
 
 
+@pytest.mark.slow
 def test_a_frozen_process_that_reads_no_calls(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its socket is full: the call that finds it so ends with the error, and closing does too."""
     monkeypatch.setattr(client, "_SEND_SECONDS", 1)

@@ -249,6 +249,7 @@ def test_clients_that_neither_ask_nor_read_are_cut_off(monkeypatch: pytest.Monke
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_a_frozen_transfer_process_is_told_within_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page and metrics answer nevertheless; ten that look wait for one answer, not each for its own."""
     monkeypatch.setattr("kvferry.transfer.endpoint.LOOK_SECONDS", 0.5)
