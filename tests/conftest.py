@@ -72,6 +72,7 @@ def pytest_collection_finish() -> None:
 def nothing_left() -> Iterator[None]:
     """The test leaves no descriptor, thread, process or map behind."""
     before = held_by_this_process()
+    gc.freeze()  # what other tests left in memory is not walked again
     yield
     wait_until(lambda: not held_by_this_process() - before, 20.0, lambda: held_by_this_process() - before)
 

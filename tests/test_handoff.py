@@ -418,6 +418,7 @@ def test_only_the_rest_moves_after_a_prefix_hit(worker: Opened, scheme: str, mod
     config = tiny().config
     assert move.record.nbytes == (75 - held) * config.layers * 2 * config.kv_heads * config.head_dim * 4
     target.engine.import_state(state, tables)
+    move.started()
     assert seen(before + take(target.engine, "r", 999)) == seen(alone(75, SAMPLED, limits(STEPS)))
 
 
@@ -447,8 +448,10 @@ def test_a_prefix_that_is_another_is_not_believed(worker: Opened, pushed: bool) 
     wait_until(lambda: target.endpoint.stats().transfers + source.endpoint.stats().transfers == 0)
     if pushed:
         ticket = source.endpoint.offer(state, source.engine.tables("r"))
-    target.endpoint.pull(ticket, tables).result()
+    move = target.endpoint.pull(ticket, tables)
+    move.result()
     target.engine.import_state(state, tables)
+    move.started()
     assert seen(before + take(target.engine, "r", 999)) == seen(alone(75, GREEDY, limits(STEPS)))
 
 

@@ -351,7 +351,8 @@ def test_a_rank_of_prefill_that_is_gone(opened: Opened) -> None:
     source, target = (open_worker(opened, rank_layouts(tp), "tcp") for tp in (3, 1))
     handoff = Handoff(source, target, Mode.PULL).hold()
     source.endpoints[1].close()
-    with pytest.raises(TransportError, match="source rank 1 to destination rank 0"):
+    # Nobody listens there; or another rank, which was told so, is asked first and has given up its hold.
+    with pytest.raises((TransportError, DeadlineError), match="source rank 1 to destination rank 0"):
         handoff.claim().move.result()
     with pytest.raises(KVFerryError):
         handoff.outcome.result(5)
@@ -363,7 +364,7 @@ def test_a_rank_of_decode_that_is_gone(opened: Opened) -> None:
     source, target = (open_worker(opened, rank_layouts(tp), "tcp") for tp in (1, 3))
     handoff = Handoff(source, target, Mode.PUSH).hold()
     target.endpoints[1].close()
-    with pytest.raises(TransportError, match="source rank 0 to destination rank 1"):
+    with pytest.raises((TransportError, DeadlineError), match="source rank 0 to destination rank 1"):
         handoff.claim()
     with pytest.raises(KVFerryError, match="destination rank"):
         handoff.move.result()

@@ -124,10 +124,10 @@ class TamperingProxy:
             self._order = (how, after_nbytes, downstream)
 
     def close(self) -> None:
-        self._server.close()
-        for sock in self._socks:
+        for sock in (self._server, *self._socks):  # by this a thread in accept or recv wakes, not by close
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        self._server.close()
         for thread in self._threads:
             thread.join(5.0)
         for sock in self._socks:

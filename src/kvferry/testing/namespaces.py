@@ -82,6 +82,8 @@ class Namespaces:
                 _run("ip", "-n", name, "addr", "add", f"{host}/24", "dev", "eth0")
                 _run("ip", "-n", name, "link", "set", "eth0", "up")
                 _run("ip", "-n", name, "link", "set", "lo", "up")
+            for number in range(len(self.names)):
+                self._wait_plugged(number)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -134,6 +136,10 @@ class Namespaces:
     def plug(self, number: int) -> None:
         """The cable is in again, and both ends of it have noticed. Raises TimeoutError."""
         _run("ip", "-n", self._switch, "link", "set", f"port{number}", "up")
+        self._wait_plugged(number)
+
+    def _wait_plugged(self, number: int) -> None:
+        """The kernel tells of a link by and by; a library that looks at it before finds no device."""
         until = time.monotonic() + _SECONDS
         ends = ((self._switch, f"port{number}"), (self.names[number], "eth0"))
         while not all("state UP" in _run("ip", "-n", name, "link", "show", device) for name, device in ends):
