@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import socket
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transport.address import Address
-from kvferry.transport.connection import OpenChannel
 from kvferry.transport.device import DeviceBytes
 from kvferry.transport.library import LibraryConnection, LibraryTransport
 from kvferry.transport.staging import STEP_NBYTES
-from kvferry.transport.tcp import TcpConnection
 from kvferry.transport.windows import Arena, Progressing
 
 __all__ = ["FakeDevice", "MemmoveTransport"]
@@ -86,16 +82,4 @@ class MemmoveTransport(LibraryTransport):
     """``memmove://HOST:PORT``"""
 
     scheme = "memmove"
-
-    def _connection(
-        self,
-        sock: socket.socket,
-        peer: str,
-        address: Address,
-        open_channel: OpenChannel | None,
-        sealing: object = None,
-    ) -> TcpConnection:
-        assert sealing is None
-        return MemmoveConnection(
-            self.memory, self.guard, peer, sock, streams=address.streams, open_channel=open_channel
-        )
+    connection = MemmoveConnection

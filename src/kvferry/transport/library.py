@@ -17,7 +17,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +39,9 @@ from kvferry.transport.tcp import TcpConnection, TcpTransport
 from kvferry.transport.tcp_socket import stays_here
 from kvferry.transport.windows import Arena, Mover, Progressing
 from kvferry.transport.wire import Operation, Request
+
+if TYPE_CHECKING:
+    from kvferry.transport.tcp_sealed import Sealing
 
 __all__ = ["LibraryConnection", "LibraryTransport", "in_thread"]
 
@@ -167,6 +170,17 @@ class LibraryTransport(TcpTransport):
     """The checks that both libraries share."""
 
     takes_device = True
+
+    def _connection(
+        self,
+        sock: socket.socket,
+        peer: str,
+        address: Address,
+        open_channel: OpenChannel | None,
+        sealing: Sealing | None = None,
+    ) -> TcpConnection:
+        self._check_payload(sock, address, open_channel)
+        return super()._connection(sock, peer, address, open_channel, sealing)
 
     def _check_payload(self, sock: socket.socket, address: Address, open_channel: OpenChannel | None) -> None:
         """Raise InputError where payload in plain may not cross the network."""

@@ -10,22 +10,16 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvferry.errors import InputError, TransportError
 from kvferry.transport.address import Address
 from kvferry.transport.base import Listener, OnConnection
-from kvferry.transport.connection import OpenChannel
 from kvferry.transport.library import LibraryConnection, LibraryTransport, decode_record, in_thread
 from kvferry.transport.mooncake_engine import MooncakeEngine, MooncakePeer, missing, shared_engine
-from kvferry.transport.tcp import TcpConnection
 from kvferry.transport.tcp_socket import resolve
 from kvferry.transport.windows import Progressing
-
-if TYPE_CHECKING:
-    from kvferry.transport.tcp_sealed import Sealing
 
 __all__ = ["MooncakeTransport"]
 
@@ -53,6 +47,10 @@ class MooncakeConnection(LibraryConnection):
     peer: MooncakePeer
     #: This side's address on the control connection.
     host: str
+
+    def heed(self, address: Address, sock: socket.socket) -> None:
+        super().heed(address, sock)
+        self.wanted, self.host = _wanted(address), sock.getsockname()[0]
 
     def _hello(self) -> bytes:
         self.engine = shared_engine(self.host, *self.wanted)
@@ -82,6 +80,7 @@ class MooncakeTransport(LibraryTransport):
 
     scheme = "mooncake"
     options = ("plain", "streams", "wildcard", "protocol", "device")
+    connection = MooncakeConnection
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -109,27 +108,6 @@ class MooncakeTransport(LibraryTransport):
         # The engine comes up before the first peer does, which then need not wait for it.
         await in_thread(lambda: shared_engine(host, *_wanted(parsed)))
         return await super().listen(address, on_connection)
-
-    def _connection(
-        self,
-        sock: socket.socket,
-        peer: str,
-        address: Address,
-        open_channel: OpenChannel | None,
-        sealing: Sealing | None = None,
-    ) -> TcpConnection:
-        self._check_payload(sock, address, open_channel)
-        connection = MooncakeConnection(
-            self.memory,
-            self.guard,
-            peer,
-            sock,
-            streams=address.streams,
-            open_channel=open_channel,
-            sealing=sealing,
-        )
-        connection.wanted, connection.host = _wanted(address), sock.getsockname()[0]
-        return connection
 
 
 def _wanted(address: Address) -> tuple[str, str]:

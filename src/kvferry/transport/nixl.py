@@ -15,7 +15,6 @@ import contextlib
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -25,7 +24,6 @@ from kvferry.errors import DeadlineError, KVFerryError, LocalError, TransportErr
 from kvferry.transport.address import Address
 from kvferry.transport.base import Copy, Listener, Memory, OnConnection
 from kvferry.transport.channel import Channel
-from kvferry.transport.connection import OpenChannel
 from kvferry.transport.control import Signal
 from kvferry.transport.device import pool_bytes
 from kvferry.transport.library import LibraryConnection, LibraryTransport, decode_record, in_thread
@@ -37,12 +35,8 @@ from kvferry.transport.nixl_reading import Reading
 from kvferry.transport.patience import Patience
 from kvferry.transport.serving import Handler
 from kvferry.transport.table import Part
-from kvferry.transport.tcp import TcpConnection
 from kvferry.transport.windows import Progressing
 from kvferry.transport.wire import Operation, Request
-
-if TYPE_CHECKING:
-    from kvferry.transport.tcp_sealed import Sealing
 
 __all__ = ["NixlTransport"]
 
@@ -78,6 +72,10 @@ class NixlConnection(LibraryConnection):
     region: tuple[int, int] | None = None
     _drive_until = 0.0
     _is_driving = False
+
+    def heed(self, address: Address, sock: socket.socket) -> None:
+        super().heed(address, sock)
+        self.move = address.options.get("move")
 
     def _hello(self) -> bytes:
         self.agent = shared_agent()
@@ -222,6 +220,7 @@ class NixlTransport(LibraryTransport):
 
     scheme = "nixl"
     options = ("plain", "streams", "move")
+    connection = NixlConnection
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -246,24 +245,3 @@ class NixlTransport(LibraryTransport):
                 agent.deregister(*region)
             raise
         return NixlListener(listener, agent, region)
-
-    def _connection(
-        self,
-        sock: socket.socket,
-        peer: str,
-        address: Address,
-        open_channel: OpenChannel | None,
-        sealing: Sealing | None = None,
-    ) -> TcpConnection:
-        self._check_payload(sock, address, open_channel)
-        connection = NixlConnection(
-            self.memory,
-            self.guard,
-            peer,
-            sock,
-            streams=address.streams,
-            open_channel=open_channel,
-            sealing=sealing,
-        )
-        connection.move = address.options.get("move")
-        return connection

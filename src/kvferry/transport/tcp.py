@@ -106,6 +106,9 @@ class TcpConnection(SocketConnection):
         self.path = plain_path if sealing is None else "tcp-sealed"
         self.notes = congestion_notes(sock)
 
+    def heed(self, address: Address, sock: socket.socket) -> None:
+        """Take what the address asks of a connection, before it starts over ``sock``."""
+
     def write(self, copy: Copy) -> Arrived:
         return self._copy(Direction.WRITE, copy)
 
@@ -138,6 +141,8 @@ class TcpTransport(SocketTransport):
     scheme = "tcp"
     #: What an address may say after the question mark.
     options: ClassVar[tuple[str, ...]] = OPTIONS
+    #: What its connections are.
+    connection: ClassVar[type[TcpConnection]] = TcpConnection
 
     def _parse(self, address: str) -> Address:
         return parse_address(address, self.scheme, self.options)
@@ -151,7 +156,7 @@ class TcpTransport(SocketTransport):
         sealing: Sealing | None = None,
     ) -> TcpConnection:
         """A connection that is not yet started; the accepting side opens no channels."""
-        return TcpConnection(
+        connection = self.connection(
             self.memory,
             self.guard,
             peer,
@@ -161,6 +166,8 @@ class TcpTransport(SocketTransport):
             sealing=sealing,
             slots_of=self.slots_of,
         )
+        connection.heed(address, sock)
+        return connection
 
     async def listen(self, address: str, on_connection: OnConnection) -> Listener:
         parsed = self._parse(address)
