@@ -30,7 +30,7 @@ from kvferry.transfer.lease import Grants
 from kvferry.transport.base import MAX_FRAME_NBYTES, Direction
 from kvferry.transport.control import Control
 from kvferry.transport.shm_offer import _parse_offer
-from kvferry.transport.wire import REQUEST, Request, decode, decode_reason, tables_nbytes
+from kvferry.transport.wire import REQUEST, Request, decode, decode_head, decode_reason
 from link_kit import links as links_of
 from link_kit import profile
 from size_cases import golden_cases
@@ -76,11 +76,12 @@ def request(data: bytes) -> object:
     head, rest = data[: REQUEST.size], data[REQUEST.size :]
     if len(head) < REQUEST.size:
         raise PeerError("cut")
-    nbytes = tables_nbytes(head, "peer")
+    known = decode_head(head, "peer")
+    nbytes = known.tables_nbytes
     assert 0 < nbytes <= 64 << 20
     if len(rest) < nbytes:
         raise PeerError("cut")
-    made = decode(head, np.frombuffer(rest[:nbytes], np.uint8), POOL_NBYTES, "peer")
+    made = decode(known, np.frombuffer(rest[:nbytes], np.uint8), POOL_NBYTES, "peer")
     assert (made.offset >= 0).all()
     assert (made.offset + made.nbytes <= POOL_NBYTES).all()
     grants = Grants()

@@ -21,7 +21,7 @@ from kvferry.transport.serving import Served, Serving, Slots
 from kvferry.transport.staged import serve_pushed
 from kvferry.transport.users import Users
 from kvferry.transport.windows import Arena, Progressing
-from kvferry.transport.wire import MARK, Kind, Operation, Request
+from kvferry.transport.wire import MARK_NBYTES, Kind, Operation, Request
 from transport_raw import POOL_NBYTES, TRANSFER_ID, request
 
 
@@ -39,7 +39,7 @@ def test_the_end_of_a_connection_is_no_refusal(ends: str) -> None:
         serving = Serving(served, "peer", users, ended)
         assert serving.start(Channel(theirs))
         ours.sendall(request(Operation.LOOK))
-        assert len(ours.recv(MARK.itemsize, socket.MSG_WAITALL)) == MARK.itemsize  # admitted
+        assert len(ours.recv(MARK_NBYTES, socket.MSG_WAITALL)) == MARK_NBYTES  # admitted
         if ends == "admission":
             guard.tokens[0].cancel(CapacityError("no room"))
         else:

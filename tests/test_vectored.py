@@ -112,7 +112,7 @@ def test_merging_touching_pieces_keeps_the_bytes(pieces: Pieces) -> None:
         return [byte for base, nbytes in v.tolist() for byte in range(base, base + nbytes)]
 
     assert addresses(merged) == addresses(plain)
-    assert np.all(merged["base"][:-1] + merged["nbytes"][:-1] != merged["base"][1:])
+    assert np.all(merged[:-1].sum(axis=1) != merged[1:, 0])
 
 
 @settings(max_examples=40, deadline=None)

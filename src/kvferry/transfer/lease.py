@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import KVFerryError, PeerError
 from kvferry.transport.base import Arrived, CancelToken, Direction
+from kvferry.transport.staging import FEW
 
 __all__ = ["Grants"]
 
@@ -45,7 +46,10 @@ class _Grant:
 
     def check(self, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
         """Raise PeerError unless each descriptor lies inside. The very pieces need no search for each."""
-        if not len(offset) or (np.array_equal(offset, self.offset) and np.array_equal(nbytes, self.nbytes)):
+        if len(offset) <= FEW:
+            self._check_few(offset.tolist(), nbytes.tolist())
+            return
+        if np.array_equal(offset, self.offset) and np.array_equal(nbytes, self.nbytes):
             return
         # nbytes < 0 or offset + nbytes past 2^63 must not pass as "small".
         if int(nbytes.min()) < 0 or int(offset.min()) < 0 or int(offset.max()) > 2**62:
@@ -55,10 +59,18 @@ class _Grant:
         inside = (at >= 0) & (nbytes <= stop[at] - offset) if len(start) else np.zeros(len(offset), bool)
         if not inside.all():
             worst = int(np.flatnonzero(~inside)[0])
-            raise _refused(
-                f"descriptor {worst} (offset {int(offset[worst])}, {int(nbytes[worst])} bytes) "
-                f"lies outside the grant"
-            )
+            raise _outside(worst, int(offset[worst]), int(nbytes[worst]))
+
+    def _check_few(self, offsets: list[int], sizes: list[int]) -> None:
+        """The same in Python's own numbers, which do not wrap."""
+        is_all = len(offsets) == len(self.offset)
+        if is_all and offsets == self.offset.tolist() and sizes == self.nbytes.tolist():
+            return
+        for piece, (offset, nbytes) in enumerate(zip(offsets, sizes, strict=True)):
+            start, stop = self.ranges
+            at = int(start.searchsorted(offset, side="right")) - 1
+            if nbytes < 0 or at < 0 or offset + nbytes > int(stop[at]):
+                raise _outside(piece, offset, nbytes)
 
 
 class Grants:
@@ -146,6 +158,10 @@ class Grants:
                     del self._grants[transfer_id]
         for call in calls:
             call()
+
+
+def _outside(worst: int, offset: int, nbytes: int) -> PeerError:
+    return _refused(f"descriptor {worst} (offset {offset}, {nbytes} bytes) lies outside the grant")
 
 
 def _refused(why: str) -> PeerError:

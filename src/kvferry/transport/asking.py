@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvferry.errors import KVFerryError
 from kvferry.transport.address import MAX_STREAMS
@@ -29,14 +28,32 @@ class Asking:
         self._failure: KVFerryError | None = None
         self._is_shut = False
 
-    @contextlib.contextmanager
-    def channel(self, patience: Patience) -> Iterator[Channel]:
+    def channel(self, patience: Patience) -> Borrowed:
         """Borrow a channel, waiting for one where all are in use; one left out of step is closed."""
-        channel = self._settled(patience)
-        try:
-            yield channel
-        finally:
-            self._give_back(channel)
+        return Borrowed(self, patience)
+
+    def take(self, patience: Patience) -> Channel:
+        """A channel on which the last request is over for the peer too, to be given back."""
+        while True:
+            channel = self._take(patience)
+            is_settled = False
+            try:
+                is_settled = channel.settle(patience)
+            finally:
+                if not is_settled:
+                    self.give_back(channel)
+            if is_settled:
+                return channel
+
+    def give_back(self, channel: Channel) -> None:
+        """Nobody uses it any more; out of step it is closed."""
+        with self._changed:
+            self._busy.discard(channel)
+            if channel.is_in_step and not self._is_shut:
+                self._idle.append(channel)
+            else:
+                channel.close()
+            self._changed.notify_all()
 
     def adopt(self, channel: Channel) -> bool:
         """A channel was opened. False when it is not wanted; the caller closes it."""
@@ -71,19 +88,6 @@ class Asking:
             while self._idle:
                 self._idle.pop().close()
 
-    def _settled(self, patience: Patience) -> Channel:
-        """A channel on which the last request is over for the peer too."""
-        while True:
-            channel = self._take(patience)
-            is_settled = False
-            try:
-                is_settled = channel.settle(patience)
-            finally:
-                if not is_settled:
-                    self._give_back(channel)
-            if is_settled:
-                return channel
-
     def _take(self, patience: Patience) -> Channel:
         with self._changed:
             while True:
@@ -103,11 +107,17 @@ class Asking:
             self._num_opening += 1
             self._open_one()
 
-    def _give_back(self, channel: Channel) -> None:
-        with self._changed:
-            self._busy.discard(channel)
-            if channel.is_in_step and not self._is_shut:
-                self._idle.append(channel)
-            else:
-                channel.close()
-            self._changed.notify_all()
+
+class Borrowed:
+    """One channel, for the time of a block."""
+
+    def __init__(self, asking: Asking, patience: Patience) -> None:
+        self._asking = asking
+        self._patience = patience
+
+    def __enter__(self) -> Channel:
+        self._channel = self._asking.take(self._patience)
+        return self._channel
+
+    def __exit__(self, *_: object) -> None:
+        self._asking.give_back(self._channel)

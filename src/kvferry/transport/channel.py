@@ -17,10 +17,10 @@ from kvferry.errors import KVFerryError, PeerError, TransportError
 from kvferry.transport.memory import address_of
 from kvferry.transport.patience import Patience
 from kvferry.transport.staging import STEP_NBYTES
-from kvferry.transport.vectored import IOVEC, IOVecs, read_vectored, write_vectored
+from kvferry.transport.vectored import IOVecs, read_vectored, write_vectored
 from kvferry.transport.wire import (
-    MARK,
     MARK_MAGIC,
+    MARK_NBYTES,
     MAX_REASON_NBYTES,
     Kind,
     decode_reason,
@@ -31,7 +31,7 @@ from kvferry.transport.wire import (
 if TYPE_CHECKING:
     from kvferry.transport.seal import ChannelSeals
 
-__all__ = ["Channel", "Unsettled", "make_marks", "vector_of"]
+__all__ = ["SAID_NBYTES", "Channel", "Unsettled", "make_marks", "mark_of", "vector_of"]
 
 
 class Unsettled(Protocol):
@@ -47,22 +47,27 @@ class Unsettled(Protocol):
 
 
 # Up to this much is said in one buffer: an I/O vector costs more than the copy into it.
-_SMALL_NBYTES = 32 << 10
+SAID_NBYTES = 32 << 10
 _MARK = struct.Struct("<IIQ")
 
 
 def vector_of(*buffers: NDArray[np.generic]) -> IOVecs:
     """One entry for each contiguous array; the arrays must outlive the call that uses it."""
-    return np.array([(address_of(buffer), buffer.nbytes) for buffer in buffers if buffer.nbytes], IOVEC)
+    rows = [(address_of(buffer), buffer.nbytes) for buffer in buffers if buffer.nbytes]
+    return np.array(rows, np.uint64).reshape(-1, 2)
 
 
-def make_marks(kind: Kind, nbytes: NDArray[np.int64] | int) -> NDArray[np.void]:
-    """Marks of one kind: dtype MARK, one for each entry of ``nbytes``."""
-    marks = np.empty(np.size(nbytes), MARK)
-    marks["magic"] = MARK_MAGIC
-    marks["kind"] = kind
-    marks["nbytes"] = nbytes
+def make_marks(kind: Kind, nbytes: NDArray[np.int64] | int) -> NDArray[np.uint64]:
+    """Marks of one kind, one for each entry of ``nbytes``: uint64, [marks, 2], as they go over the wire."""
+    marks = np.empty((np.size(nbytes), 2), "<u8")
+    marks[:, 0] = MARK_MAGIC | kind << 32
+    marks[:, 1] = nbytes
     return marks
+
+
+def mark_of(kind: Kind, nbytes: int) -> bytes:
+    """One mark."""
+    return _MARK.pack(MARK_MAGIC, kind, nbytes)
 
 
 class Channel:
@@ -84,6 +89,8 @@ class Channel:
         self.owed_nbytes: int | None = None
         #: What the peer may still write into, until its DONE or ENDED.
         self.unsettled: Unsettled | None = None
+        # Said with the next words.
+        self._held = b""
 
     @property
     def is_sealed(self) -> bool:
@@ -96,78 +103,135 @@ class Channel:
         *buffers: bytes | NDArray[np.generic],
         on_input: Callable[[], NoReturn] | None = None,
     ) -> None:
-        """Send the buffers one after the other. The peer reads each as a whole: see ``read_into``."""
-        if self._seals is None and on_input is None:
+        """Send the buffers one after the other. The peer reads each as a whole: see ``read_into``.
+
+        ``on_input`` is called when the peer says something before all is sent, which ends the copy.
+        """
+        if self._seals is None:
             nbytes = sum(len(b) if isinstance(b, bytes) else b.nbytes for b in buffers)
-            if nbytes <= _SMALL_NBYTES:
-                self._say(b"".join(b if isinstance(b, bytes) else b.data for b in buffers), patience)
+            if nbytes <= SAID_NBYTES:
+                said = (b if isinstance(b, bytes) else b.data for b in buffers)
+                self._say(b"".join((self._take_held(), *said)), patience, on_input)
                 return
+        self.flush(patience)
         arrays = [np.frombuffer(b, np.uint8) if isinstance(b, bytes) else b for b in buffers if len(b)]
         if self._seals is None:
             write_vectored(self.fd, vector_of(*arrays), patience, on_input)
             return
-        for records in self._seals.sealed([array.view(np.uint8) for array in arrays]):
+        for records in self._seals.sealed([array.reshape(-1).view(np.uint8) for array in arrays]):
             write_vectored(self.fd, vector_of(*records), patience, on_input)
 
-    def read(self, nbytes: int, patience: Patience) -> NDArray[np.uint8]:
-        """Receive exactly ``nbytes``, which the peer wrote as one buffer; the caller has bounded them."""
-        if self._seals is None and nbytes <= _SMALL_NBYTES:
-            return np.frombuffer(self._hear(nbytes, patience), np.uint8)
+    def write_vector(
+        self, vector: IOVecs, patience: Patience, on_input: Callable[[], NoReturn] | None = None
+    ) -> None:
+        """Send pieces from where they are. Not where it is sealed."""
+        self.flush(patience)
+        write_vectored(self.fd, vector, patience, on_input)
+
+    def read_vector(self, vector: IOVecs, patience: Patience) -> None:
+        """Receive pieces to where they belong. Not where it is sealed."""
+        self.flush(patience)
+        read_vectored(self.fd, vector, patience)
+
+    def hold(self, patience: Patience, *buffers: bytes | NDArray[np.generic]) -> None:
+        """Say something with the next words, or at the latest when this side waits for the peer's."""
+        if self._seals is None:
+            self._held = b"".join((self._held, *(b if isinstance(b, bytes) else b.data for b in buffers)))
+        else:
+            self.write(patience, *buffers)
+
+    def flush(self, patience: Patience) -> None:
+        """Say what is held."""
+        if self._held:
+            self._say(self._take_held(), patience)
+
+    def read(self, nbytes: int, patience: Patience, start: bytes = b"") -> NDArray[np.uint8]:
+        """Receive exactly ``nbytes``, which the peer wrote as one buffer; the caller has bounded them.
+
+        ``start`` is what came of them already.
+        """
+        if self._seals is None and nbytes <= SAID_NBYTES:
+            left = nbytes - len(start)
+            heard = start + self._hear(left, left, patience, is_there=bool(start)) if left else start
+            return np.frombuffer(heard, np.uint8)
         data = np.empty(nbytes, np.uint8)
-        self.read_into(patience, data)
+        data[: len(start)] = np.frombuffer(start, np.uint8)
+        self.read_into(patience, data[len(start) :])
         return data
+
+    def read_start(self, least: int, most: int, patience: Patience, *, is_there: bool = False) -> bytes:
+        """Receive at least ``least`` bytes, and what is there behind them, up to ``most`` in all.
+
+        The peer wrote the least as one buffer; over a sealed channel nothing more is taken.
+        ``is_there``: they have come, as far as is known, so that no wait is begun for them.
+        """
+        if self._seals is not None:
+            return self.read(least, patience).tobytes()
+        return self._hear(least, most, patience, is_there=is_there)
 
     def read_into(self, patience: Patience, *arrays: NDArray[np.generic]) -> None:
         """Fill arrays, each of which the peer wrote as one buffer. Raises CorruptError for a broken seal."""
+        self.flush(patience)
         if self._seals is None:
             read_vectored(self.fd, vector_of(*arrays), patience)
             return
         self._seals.open_into(
-            [array.view(np.uint8) for array in arrays if array.nbytes],
+            [array.reshape(-1).view(np.uint8) for array in arrays if array.nbytes],
             lambda records: read_vectored(self.fd, vector_of(*records), patience),
         )
 
     def wait_said(self, patience: Patience) -> None:
         """Wait, within the limits, until the peer says something or hangs up."""
+        self.flush(patience)
         patience.wait(self._readable)
 
     def write_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
-        self.write(patience, _MARK.pack(MARK_MAGIC, kind, nbytes))
+        self.write(patience, mark_of(kind, nbytes))
+
+    def hold_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
+        self.hold(patience, mark_of(kind, nbytes))
 
     def write_ended(self, error: KVFerryError, patience: Patience) -> None:
         """Tell the peer why its copy ended."""
         reason = encode_reason(error)
-        self.write(patience, _MARK.pack(MARK_MAGIC, Kind.ENDED, len(reason)), reason)
+        self.write(patience, mark_of(Kind.ENDED, len(reason)), reason)
 
-    def read_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
+    def read_mark(self, kind: Kind, patience: Patience, nbytes: int = 0, *, is_there: bool = False) -> None:
         """Receive the mark that must come now. Raises PeerError with the reason for ENDED."""
-        self.check_mark(self.read(MARK.itemsize, patience).tobytes(), kind, patience, nbytes)
+        mark = self.read_start(MARK_NBYTES, MARK_NBYTES, patience, is_there=is_there)
+        self.check_mark(mark, kind, patience, nbytes)
 
-    def check_mark(self, mark: bytes, kind: Kind, patience: Patience, nbytes: int) -> None:
-        """Accept a mark that arrived if it is the expected one, else raise as ``read_mark`` does."""
+    def check_mark(
+        self, mark: bytes, kind: Kind, patience: Patience, nbytes: int, behind: bytes = b""
+    ) -> None:
+        """Accept a mark that arrived if it is the expected one, else raise as ``read_mark`` does.
+
+        ``behind``: what came with it.
+        """
         magic, found, length = _MARK.unpack(mark)
         if (magic, found, length) == (MARK_MAGIC, kind, nbytes):
             return
         if magic != MARK_MAGIC:
             raise malformed("bytes that are no mark", patience.peer)
         if found == Kind.ENDED:
-            self.raise_reason(length, patience)
+            self.raise_reason(length, patience, behind)
         raise malformed(f"mark {found} of {length} bytes, not {kind.name}", patience.peer)
 
     def read_word(self, patience: Patience, *expected: Kind) -> Kind:
         """Receive one of the expected marks, of any number of bytes. Raises as ``read_mark`` does."""
-        mark = self.read(MARK.itemsize, patience).tobytes()
+        mark = self.read_start(MARK_NBYTES, MARK_NBYTES, patience)
         magic, found, nbytes = _MARK.unpack(mark)
         if magic == MARK_MAGIC and found in expected:
             return Kind(found)
         self.check_mark(mark, expected[0], patience, nbytes)
         return expected[0]
 
-    def raise_reason(self, nbytes: int, patience: Patience) -> NoReturn:
+    def raise_reason(self, nbytes: int, patience: Patience, start: bytes = b"") -> NoReturn:
+        """The error that the peer tells in so many bytes; ``start`` is what came of them, and behind them."""
         if nbytes > MAX_REASON_NBYTES:
             raise malformed(f"a reason of {nbytes} bytes", patience.peer)
-        reason = self.read(nbytes, patience).tobytes()
-        self.is_in_step = True
+        reason = self.read(nbytes, patience, start[:nbytes]).tobytes()
+        self.is_in_step = len(start) <= nbytes
         raise decode_reason(reason, patience.peer)
 
     def settle(self, patience: Patience) -> bool:
@@ -176,7 +240,7 @@ class Channel:
         self.is_in_step = False
         try:
             if owed is not None:
-                self.read_mark(Kind.DONE, patience, owed)
+                self.read_mark(Kind.DONE, patience, owed, is_there=True)
             if self.unsettled is not None:
                 self._read_to_end(self.unsettled, patience)
         except (PeerError, TransportError):
@@ -185,7 +249,11 @@ class Channel:
         self.is_in_step = not self.has_input()
         return self.is_in_step
 
-    def _say(self, data: bytes, patience: Patience) -> None:
+    def _take_held(self) -> bytes:
+        held, self._held = self._held, b""
+        return held
+
+    def _say(self, data: bytes, patience: Patience, on_input: Callable[[], NoReturn] | None = None) -> None:
         """Send a few bytes; the socket has room for them nearly always, so that is tried first."""
         if not patience.is_polite:
             patience.check()
@@ -197,26 +265,31 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 if poll is None:
                     poll = select.poll()
-                    poll.register(self.fd, select.POLLOUT)
-                patience.wait(poll)
+                    poll.register(self.fd, select.POLLOUT | (select.POLLIN if on_input else 0))
+                ((_, events),) = patience.wait(poll)
+                if on_input and events & select.POLLIN:
+                    on_input()
             except OSError as error:
                 raise patience.lost(str(error.strerror), len(data) - len(left)) from None
 
-    def _hear(self, nbytes: int, patience: Patience) -> bytearray:
-        data = bytearray(nbytes)
-        done, view = 0, memoryview(data)
-        while done < nbytes:
-            patience.wait(self._readable)
+    def _hear(self, least: int, most: int, patience: Patience, *, is_there: bool = False) -> bytes:
+        """Receive ``least`` to ``most`` bytes; the first try waits for none where they are there."""
+        heard = b""
+        while len(heard) < least:
+            if not is_there:
+                self.flush(patience)
+                patience.wait(self._readable)
+            is_there = False
             try:
-                got = self._sock.recv_into(view[done:])
+                got = self._sock.recv(most - len(heard))
             except (BlockingIOError, InterruptedError):
                 continue
             except OSError as error:
-                raise patience.lost(str(error.strerror), done) from None
+                raise patience.lost(str(error.strerror), len(heard)) from None
             if not got:
-                raise patience.lost("the peer closed it", done)
-            done += got
-        return data
+                raise patience.lost("the peer closed it", len(heard))
+            heard = heard + got if heard else got
+        return heard
 
     def take_settled(self) -> None:
         """The peer has said its last word: whatever it wrote into is free."""
@@ -254,13 +327,9 @@ class Channel:
             return True
         return True
 
-    def wait_input(self) -> bool:
-        """Wait, however long, for the peer to say something; False when it hung up instead."""
+    def wait_input(self) -> None:
+        """Wait, however long, for the peer to say something, or to hang up."""
         self._readable.poll()
-        try:
-            return bool(self._sock.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
 
     def drain(self, seconds: float) -> None:
         """Throw away what still comes until the peer hangs up, so that it reads what was said to it.

@@ -136,9 +136,12 @@ class SocketConnection(Connection):
     def _copy(self, direction: Direction, copy: Copy) -> Arrived:
         started = time.monotonic()
         try:
-            with self._users.one():
+            self._users.enter()
+            try:
                 patience = Patience(copy.deadline, (copy.cancel, self._ended), self.peer_address)
                 digests = self._move(direction, copy, patience)
+            finally:
+                self._users.leave()
         except KVFerryError as error:
             forget_locals(error)
             # The connection's own end breaks its channels; its reason says more than theirs.

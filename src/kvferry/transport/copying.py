@@ -21,6 +21,7 @@ __all__ = ["run_lanes", "run_parts"]
 T = TypeVar("T")
 
 Digests = NDArray[np.uint64]
+_NO_DIGESTS: Digests = np.empty(0, np.uint64)
 
 
 def run_parts(
@@ -30,6 +31,9 @@ def run_parts(
     move: Callable[[Part, Patience], Digests | None],
 ) -> Digests:
     """Move every part, over at most ``streams`` threads. Returns the digests in plan order."""
+    if len(parts) == 1:
+        digests = move(parts[0], patience)
+        return _NO_DIGESTS if digests is None else digests
     lanes = max(1, min(streams, len(parts)))
 
     def work(lane: int, limits: Patience) -> list[Digests | None]:
@@ -37,7 +41,7 @@ def run_parts(
 
     by_lane = run_lanes(lanes, patience, work)
     found = [by_lane[index % lanes][index // lanes] for index in range(len(parts))]
-    return np.concatenate([np.empty(0, np.uint64), *(digests for digests in found if digests is not None)])
+    return np.concatenate([_NO_DIGESTS, *(digests for digests in found if digests is not None)])
 
 
 def run_lanes(lanes: int, patience: Patience, work: Callable[[int, Patience], T]) -> list[T]:

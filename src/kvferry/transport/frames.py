@@ -16,14 +16,14 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transport.channel import Channel, make_marks
+from kvferry.transport.channel import SAID_NBYTES, Channel, make_marks, mark_of
 from kvferry.transport.digest import ChunkDigests
 from kvferry.transport.memory import address_of
 from kvferry.transport.patience import Patience
 from kvferry.transport.staging import STEP_NBYTES, Pieces, step_starts, thread_staging
-from kvferry.transport.table import split_pieces
-from kvferry.transport.vectored import IOVEC, IOVecs, iovecs, read_vectored, write_vectored
-from kvferry.transport.wire import MARK, Kind
+from kvferry.transport.table import split_pieces, sum_of
+from kvferry.transport.vectored import IOVecs, iovecs
+from kvferry.transport.wire import MARK_NBYTES, Kind
 
 __all__ = ["SMALL_NBYTES", "Frames", "receive_frames", "send_frames"]
 
@@ -42,33 +42,40 @@ class Frames:
     def __init__(self, array: NDArray[np.uint8], offset: Int64, nbytes: Int64) -> None:
         self.array = array
         self.nbytes, (self.offset,) = split_pieces(nbytes, offset)
-        self.starts = step_starts(self.nbytes, FRAME_NBYTES)
-        ends = np.concatenate(([0], self.nbytes.cumsum()))
-        frame_ends = ends[self.starts]
-        self.frame_nbytes = frame_ends[1:] - frame_ends[:-1]
-        self.total_nbytes = int(ends[-1])
+        self.total_nbytes = sum_of(self.nbytes)
         self.is_small = self.total_nbytes < SMALL_NBYTES * len(self.nbytes)
+        #: One frame that is said as one word with its marks, where the channel can.
+        self.is_word = self.total_nbytes <= SAID_NBYTES - 2 * MARK_NBYTES
 
     def __len__(self) -> int:
         return len(self.frame_nbytes)
+
+    @cached_property
+    def starts(self) -> Int64:
+        """The first piece of each frame, and the number of pieces."""
+        return step_starts(self.nbytes, FRAME_NBYTES)
+
+    @cached_property
+    def frame_nbytes(self) -> Int64:
+        """Bytes of each frame."""
+        frame_ends = np.concatenate(([0], self.nbytes.cumsum()))[self.starts]
+        return frame_ends[1:] - frame_ends[:-1]
 
     @cached_property
     def pieces(self) -> Pieces:
         """For going through staging."""
         return Pieces(self.array, self.offset, self.nbytes)
 
-    def woven(self, marks: NDArray[np.void]) -> tuple[IOVecs, list[int]]:
+    def woven(self, marks: NDArray[np.uint64]) -> tuple[IOVecs, list[int]]:
         """Mark, pieces, mark, pieces, ..., mark as one vector; and where each mark is in it."""
         pieces = iovecs(address_of(self.array), self.offset, self.nbytes)
-        vector = np.empty(len(pieces) + len(marks), IOVEC)
+        vector = np.empty((len(pieces) + len(marks), 2), np.uint64)
         at = self.starts + np.arange(len(marks))
         is_piece = np.ones(len(vector), np.bool_)
         is_piece[at] = False
         vector[is_piece] = pieces
-        vector["base"][at] = address_of(marks) + np.arange(len(marks), dtype=np.uint64) * np.uint64(
-            MARK.itemsize
-        )
-        vector["nbytes"][at] = MARK.itemsize
+        vector[at, 0] = address_of(marks) + np.arange(len(marks), dtype=np.uint64) * np.uint64(MARK_NBYTES)
+        vector[at, 1] = MARK_NBYTES
         return vector, at.tolist()
 
     def steps(self, frame: int) -> list[tuple[int, int]]:
@@ -86,6 +93,9 @@ def send_frames(
     in step, so the peer can be told why, in place of the next mark.
     Raises TransportError, DeadlineError or a token's error.
     """
+    if frames.is_word and not channel.is_sealed:
+        _send_word(channel, frames, patience, on_input)
+        return
     marks = np.concatenate(
         (make_marks(Kind.DATA, frames.frame_nbytes), make_marks(Kind.DONE, frames.total_nbytes))
     )
@@ -100,10 +110,25 @@ def send_frames(
     channel.is_in_step = True
 
 
+def _send_word(
+    channel: Channel, frames: Frames, patience: Patience, on_input: Callable[[], NoReturn] | None
+) -> None:
+    """Send a small table and its two marks by one call: the same bytes as in frames."""
+    channel.is_in_step = True
+    patience.check()
+    channel.is_in_step = False
+    nbytes = frames.total_nbytes
+    staged = thread_staging(frames.array)[:nbytes]
+    frames.pieces.gather(0, len(frames.nbytes), staged)
+    first, last = mark_of(Kind.DATA, nbytes), mark_of(Kind.DONE, nbytes)
+    channel.write(patience, first, staged, last, on_input=on_input)
+    channel.is_in_step = True
+
+
 def _direct_sender(
     channel: Channel,
     frames: Frames,
-    marks: NDArray[np.void],
+    marks: NDArray[np.uint64],
     patience: Patience,
     on_input: Callable[[], NoReturn] | None,
 ) -> Callable[[int], None]:
@@ -111,7 +136,7 @@ def _direct_sender(
     vector, at = frames.woven(marks)
 
     def send(frame: int) -> None:
-        write_vectored(channel.fd, vector[at[frame] : at[frame + 1]], patience, on_input)
+        channel.write_vector(vector[at[frame] : at[frame + 1]], patience, on_input)
 
     return send
 
@@ -119,7 +144,7 @@ def _direct_sender(
 def _staged_sender(
     channel: Channel,
     frames: Frames,
-    marks: NDArray[np.void],
+    marks: NDArray[np.uint64],
     patience: Patience,
     on_input: Callable[[], NoReturn] | None,
 ) -> Callable[[int], None]:
@@ -143,7 +168,10 @@ def receive_frames(channel: Channel, frames: Frames, patience: Patience, sums: C
     Raises PeerError for a mark out of place or with the reason that the sender gave, else as
     ``send_frames``; then the pieces are filled up to somewhere.
     """
-    marks = np.zeros(len(frames) + 1, MARK)
+    if frames.is_word and not channel.is_sealed:
+        _receive_word(channel, frames, patience, sums)
+        return
+    marks = np.zeros((len(frames) + 1, 2), np.uint64)
     channel.read_into(patience, marks[:1])
     if sums is not None or frames.is_small or channel.is_sealed:
         receive = _staged_receiver(channel, frames, marks, patience, sums)
@@ -155,20 +183,32 @@ def receive_frames(channel: Channel, frames: Frames, patience: Patience, sums: C
     channel.check_mark(marks[-1].tobytes(), Kind.DONE, patience, frames.total_nbytes)
 
 
+def _receive_word(channel: Channel, frames: Frames, patience: Patience, sums: ChunkDigests | None) -> None:
+    """Receive a small table with its two marks, or the first mark and the reason that came in its place."""
+    nbytes = frames.total_nbytes
+    heard = channel.read_start(MARK_NBYTES, 2 * MARK_NBYTES + nbytes, patience)
+    channel.check_mark(heard[:MARK_NBYTES], Kind.DATA, patience, nbytes, heard[MARK_NBYTES:])
+    data = channel.read(nbytes + MARK_NBYTES, patience, heard[MARK_NBYTES:])
+    if sums is not None:
+        sums.feed(data[:nbytes])
+    frames.pieces.scatter(0, len(frames.nbytes), data[:nbytes])
+    channel.check_mark(data[nbytes:].tobytes(), Kind.DONE, patience, nbytes)
+
+
 def _direct_receiver(
-    channel: Channel, frames: Frames, marks: NDArray[np.void], patience: Patience
+    channel: Channel, frames: Frames, marks: NDArray[np.uint64], patience: Patience
 ) -> Callable[[int], None]:
     """Receives the pieces of a frame in place, and the mark behind it."""
     vector, at = frames.woven(marks)
 
     def receive(frame: int) -> None:
-        read_vectored(channel.fd, vector[at[frame] + 1 : at[frame + 1] + 1], patience)
+        channel.read_vector(vector[at[frame] + 1 : at[frame + 1] + 1], patience)
 
     return receive
 
 
 def _staged_receiver(
-    channel: Channel, frames: Frames, marks: NDArray[np.void], patience: Patience, sums: ChunkDigests | None
+    channel: Channel, frames: Frames, marks: NDArray[np.uint64], patience: Patience, sums: ChunkDigests | None
 ) -> Callable[[int], None]:
     """Receives a frame step by step into staging, and the mark behind it; sums, then scatters."""
     staging = thread_staging(frames.array)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvferry.errors import DeadlineError, KVFerryError, TransportError
 from kvferry.transport.base import CancelToken
@@ -54,7 +54,7 @@ class Patience:
 
     def politely(self) -> Patience:
         """The same limits, polite."""
-        return replace(self, is_polite=True)
+        return Patience(self.deadline, self.tokens, self.peer, self.phase, is_polite=True)
 
     def wait(self, poll: select.poll) -> list[tuple[int, int]]:
         """Wait until a descriptor of ``poll`` is ready; never longer than the limits allow."""

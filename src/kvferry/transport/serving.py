@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import (
@@ -23,14 +23,15 @@ from kvferry.transport.channel import Channel
 from kvferry.transport.patience import SLICE_SECONDS, Patience
 from kvferry.transport.users import Users, forget_locals
 from kvferry.transport.wire import (
+    ONE_PIECE_NBYTES,
     REQUEST,
+    Head,
     Kind,
     Operation,
     Request,
     decode,
+    decode_head,
     malformed,
-    operation_of,
-    tables_nbytes,
 )
 
 __all__ = ["Handler", "Serving", "Slots"]
@@ -66,9 +67,8 @@ class Slots:
     def __init__(self) -> None:
         self._free = threading.BoundedSemaphore(MAX_SERVED_PER_PEER)
 
-    @contextlib.contextmanager
-    def one(self, patience: Patience) -> Iterator[None]:
-        """Hold a place while the block runs. Raises CapacityError where none comes free in time."""
+    def take(self, patience: Patience) -> None:
+        """Take a place, to be given back. Raises CapacityError where none comes free in time."""
         while not self._free.acquire(timeout=SLICE_SECONDS):
             try:
                 patience.check()
@@ -79,10 +79,9 @@ class Slots:
                     peer=patience.peer,
                     next_step="ask again when others have ended",
                 ) from error
-        try:
-            yield
-        finally:
-            self._free.release()
+
+    def give_back(self) -> None:
+        self._free.release()
 
 
 class Serving:
@@ -132,7 +131,8 @@ class Serving:
 
     def _run(self, channel: Channel) -> None:
         try:
-            while channel.is_in_step and channel.wait_input():
+            while channel.is_in_step:
+                channel.wait_input()
                 self._serve(channel)
         except KVFerryError as error:
             _log.debug("%s: %s", self._peer, error)
@@ -144,22 +144,28 @@ class Serving:
         """Serve one request; on return the channel is in step, or the peer was told why it is not."""
         channel.is_in_step = False
         patience = Patience(time.monotonic() + REQUEST_SECONDS, (self._ended,), self._peer, "request")
-        head = channel.read(REQUEST.size, patience).tobytes()
-        with contextlib.ExitStack() as stack:
-            try:
-                nbytes = tables_nbytes(head, self._peer)
-                if operation_of(head) is not Operation.LOOK:  # which takes no staging, and may last
-                    stack.enter_context(self._served.slots.one(patience))
-            except (PeerError, CapacityError) as error:  # the tables are not read: of no more use
-                self._tell(channel, error)
-                channel.drain(DRAIN_SECONDS)
-                return
-            self._serve_tables(channel, head, nbytes)
+        # The tables of one piece come with it, and no request has smaller ones.
+        start = channel.read_start(REQUEST.size, REQUEST.size + ONE_PIECE_NBYTES, patience, is_there=True)
+        takes_slot = False
+        try:
+            head = decode_head(start[: REQUEST.size], self._peer)
+            if head.operation is not Operation.LOOK:  # which takes no staging, and may last
+                self._served.slots.take(patience)
+                takes_slot = True
+        except (PeerError, CapacityError) as error:  # the tables are not read: of no more use
+            self._tell(channel, error)
+            channel.drain(DRAIN_SECONDS)
+            return
+        try:
+            self._serve_tables(channel, head, start[REQUEST.size :])
+        finally:
+            if takes_slot:
+                self._served.slots.give_back()
 
-    def _serve_tables(self, channel: Channel, head: bytes, nbytes: int) -> None:
+    def _serve_tables(self, channel: Channel, head: Head, start: bytes) -> None:
         patience = Patience(time.monotonic() + REQUEST_SECONDS, (self._ended,), self._peer, "request")
-        tables = channel.read(nbytes, patience)
-        operation = operation_of(head)
+        tables = channel.read(head.tables_nbytes, patience, start)
+        operation = head.operation
         # A reader has said all that it had to say: in step until its answer begins.
         channel.is_in_step = operation is not Operation.WRITE
         try:
@@ -189,7 +195,7 @@ class Serving:
         if request.operation in (Operation.WRITE, Operation.LOOK):
             # The copy is over: that the grant ends from here on is for the protocol to say.
             patience = Patience(deadline, (self._ended,), self._peer)
-            channel.write_mark(Kind.DONE, patience, int(request.nbytes.sum()))
+            channel.write_mark(Kind.DONE, patience, request.total_nbytes)
             channel.is_in_step = True
 
     def _refuse(self, channel: Channel, operation: Operation, error: KVFerryError) -> None:

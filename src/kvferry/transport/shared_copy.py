@@ -17,11 +17,19 @@ from numpy.typing import NDArray
 from kvferry.layout import StridedPlan
 from kvferry.transport.digest import ChunkDigests
 from kvferry.transport.memory import address_of
-from kvferry.transport.staging import Pieces, step_starts, thread_staging
-from kvferry.transport.table import Part, split_pieces
-from kvferry.transport.vectored import copy_from_process, iovecs, merge_touching
+from kvferry.transport.staging import FEW, Pieces, step_starts, thread_staging
+from kvferry.transport.table import Part, split_pieces, sum_of
+from kvferry.transport.vectored import IOVecs, copy_from_process, iovecs, merge_touching
 
-__all__ = ["Mapped", "OtherProcess", "Source", "copy_part", "copy_strided", "pays_strided"]
+__all__ = [
+    "LARGE_STRIDED_NBYTES",
+    "Mapped",
+    "OtherProcess",
+    "Source",
+    "copy_part",
+    "copy_strided",
+    "pays_strided",
+]
 
 Bytes = NDArray[np.uint8]
 Int64 = NDArray[np.int64]
@@ -64,7 +72,7 @@ class Mapped(Source):
         return Pieces(self.array, offset, nbytes).gather
 
     def copy(self, part: Part, into: Bytes, check: Check) -> None:
-        if part.total_nbytes < LARGE_NBYTES * len(part.nbytes):
+        if len(part.nbytes) > FEW and part.total_nbytes < LARGE_NBYTES * len(part.nbytes):
             _copy_staged(self, part, into, check, None)
             return
         unchecked = 0
@@ -98,7 +106,7 @@ class OtherProcess(Source):
         local = merge_touching(iovecs(address_of(into), part.here, part.nbytes))
         copy_from_process(self.pid, local, self._vector(part.there, part.nbytes), check)
 
-    def _vector(self, offset: Int64, nbytes: Int64) -> NDArray[np.void]:
+    def _vector(self, offset: Int64, nbytes: Int64) -> IOVecs:
         return merge_touching(iovecs(self.address, offset, nbytes))
 
 
@@ -136,7 +144,7 @@ def _copy_staged(source: Source, part: Part, into: Bytes, check: Check, sums: Ch
     staging = thread_staging(into)
     for first, last in pairwise(step_starts(nbytes).tolist()):
         check()
-        staged = staging[: int(nbytes[first:last].sum())]
+        staged = staging[: sum_of(nbytes[first:last])]
         gather(first, last, staged)
         if sums is not None:
             sums.feed(staged)

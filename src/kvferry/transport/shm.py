@@ -26,7 +26,14 @@ from kvferry.transport.look import looking, serve_look
 from kvferry.transport.memory import create_shared
 from kvferry.transport.patience import Patience
 from kvferry.transport.serving import Handler
-from kvferry.transport.shared_copy import Mapped, Source, copy_part, copy_strided, pays_strided
+from kvferry.transport.shared_copy import (
+    LARGE_STRIDED_NBYTES,
+    Mapped,
+    Source,
+    copy_part,
+    copy_strided,
+    pays_strided,
+)
 from kvferry.transport.shm_offer import Cookie, check_same_user, receive_offer, send_offer, source_for
 from kvferry.transport.socket_transport import SocketTransport
 from kvferry.transport.table import Part, first_outside, lanes_for, outside_of_peer, split_copy
@@ -58,16 +65,14 @@ class ShmConnection(SocketConnection):
         return {Operation.LOOK: _serve_look}
 
     def _move(self, direction: Direction, copy: Copy, patience: Patience) -> NDArray[np.uint64]:
-        source = self._checked_source(copy)
-        strided = None if copy.integrity else copy.plan.product
+        source, total = self._checked_source(copy), copy.plan.total_nbytes
+        may_pay = not copy.integrity and isinstance(source, Mapped) and total >= LARGE_STRIDED_NBYTES
+        strided = copy.plan.product if may_pay else None
+        if strided is None or not pays_strided(strided, total):
+            return super()._move(direction, copy, patience)
+        assert isinstance(source, Mapped)
         parts = split_copy(copy, direction, self.memory.nbytes, self.peer_address)
-        total = copy.plan.total_nbytes
-        if (
-            strided is None
-            or len(parts) != 1
-            or not isinstance(source, Mapped)
-            or not pays_strided(strided, total)
-        ):
+        if len(parts) != 1:
             return super()._move(direction, copy, patience)
         lanes = lanes_for(total, self.streams)
         with (
@@ -87,7 +92,8 @@ class ShmConnection(SocketConnection):
     def _ask(
         self, _direction: Direction, copy: Copy, part: Part, patience: Patience
     ) -> NDArray[np.uint64] | None:
-        source = self._checked_source(copy)
+        source = self._source
+        assert isinstance(source, Source)  # checked with the whole plan
         try:
             with (
                 self._asking.channel(patience) as channel,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-__all__ = ["LINE_NBYTES", "STEP_NBYTES", "Pieces", "aligned_buffer", "step_starts", "thread_staging"]
+__all__ = ["FEW", "LINE_NBYTES", "STEP_NBYTES", "Pieces", "aligned_buffer", "step_starts", "thread_staging"]
 
 Bytes = NDArray[np.uint8]
 Int64 = NDArray[np.int64]
@@ -21,6 +21,8 @@ Int64 = NDArray[np.int64]
 # What is staged at once. The bytes of a step stay in cache between gather, checksum and scatter;
 # smaller steps gain nothing and cost more calls.
 STEP_NBYTES = 1 << 20
+# A table of so few rows is worked in Python's own numbers: a call of NumPy costs as much as ten of these.
+FEW = 8
 # Tables of unlike sizes are turned into items once, where these are large enough to be few.
 FEW_ITEM_NBYTES = 2048
 
@@ -39,6 +41,8 @@ def step_starts(nbytes: Int64, step_nbytes: int = STEP_NBYTES) -> Int64:
     """
     if not len(nbytes):
         return np.zeros(1, np.int64)
+    if len(nbytes) <= FEW and sum(nbytes.tolist()) <= step_nbytes:
+        return np.array([0, len(nbytes)])
     ends = nbytes.cumsum()
     if ends[-1] <= step_nbytes:
         return np.array([0, len(nbytes)])
@@ -76,6 +80,11 @@ class Pieces:
         self.array = array
         self.offset = offset
         self.nbytes = nbytes
+        # Where each of a few pieces begins and ends: slices of the memory, of any sizes.
+        self._few: list[tuple[int, int]] | None = None
+        if len(nbytes) <= FEW:
+            self._few = [(at, at + n) for at, n in zip(offset.tolist(), nbytes.tolist(), strict=True)]
+            return
         is_uniform = bool(nbytes.min() == nbytes.max())
         item = int(nbytes[0]) if is_uniform else int(np.gcd.reduce(nbytes))
         self._all = _Items(array, offset, nbytes, item) if is_uniform or item >= FEW_ITEM_NBYTES else None
@@ -84,13 +93,25 @@ class Pieces:
 
     def gather(self, first: int, last: int, out: Bytes) -> None:
         """Copy pieces ``first`` to ``last - 1``, in order, into ``out``, which holds exactly their bytes."""
-        items, run = self._run(first, last)
-        items.gather(run, out)
+        if self._few is None:
+            items, run = self._run(first, last)
+            items.gather(run, out)
+            return
+        done = 0
+        for start, stop in self._few[first:last]:
+            out[done : done + stop - start] = self.array[start:stop]
+            done += stop - start
 
     def scatter(self, first: int, last: int, data: Bytes) -> None:
         """Copy ``data``, which holds exactly the bytes of these pieces in order, to their places."""
-        items, run = self._run(first, last)
-        items.scatter(run, data)
+        if self._few is None:
+            items, run = self._run(first, last)
+            items.scatter(run, data)
+            return
+        done = 0
+        for start, stop in self._few[first:last]:
+            self.array[start:stop] = data[done : done + stop - start]
+            done += stop - start
 
     def _run(self, first: int, last: int) -> tuple[_Items, slice]:
         if self._all is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvferry.errors import LocalError
 from kvferry.layout import CopyPlan
 from kvferry.transport.base import Copy, Direction
-from kvferry.transport.staging import STEP_NBYTES
+from kvferry.transport.staging import FEW, STEP_NBYTES
 
 __all__ = [
     "MAX_PIECES",
@@ -22,6 +22,7 @@ __all__ = [
     "outside_of_peer",
     "split_copy",
     "split_pieces",
+    "sum_of",
 ]
 
 Int64 = NDArray[np.int64]
@@ -60,8 +61,25 @@ class Part:
 
 def chunk_nbytes(plan: CopyPlan) -> Int64:
     """Bytes of each chunk of a plan, int64."""
-    ends = np.concatenate(([0], plan.nbytes.cumsum()))[plan.chunk_start]
-    return ends[1:] - ends[:-1]
+    borders = _chunk_borders(plan)
+    return borders[1:] - borders[:-1]
+
+
+def _chunk_borders(plan: CopyPlan) -> Int64:
+    """Where each chunk begins in the stream of the pieces' bytes, and where the last one ends."""
+    if len(plan.nbytes) <= FEW >= len(plan.chunk_id):
+        ends = [0, *accumulate(plan.nbytes.tolist())]
+        return np.array([ends[at] for at in plan.chunk_start.tolist()], np.int64)
+    return np.concatenate(([0], plan.nbytes.cumsum()))[plan.chunk_start]
+
+
+def sum_of(nbytes: Int64) -> int:
+    """Bytes of all pieces; exact below 2**62, about right where int64 may not hold them."""
+    if len(nbytes) <= FEW:
+        return sum(nbytes.tolist())
+    # 2**20 pieces of up to 2**47 bytes pass int64.
+    about = float(nbytes.sum(dtype=np.float64))
+    return int(about) if abs(about) >= 2.0**62 else int(nbytes.sum())
 
 
 def split_copy(copy: Copy, direction: Direction, here_nbytes: int, peer: str, streams: int = 1) -> list[Part]:
@@ -82,9 +100,8 @@ def split_copy(copy: Copy, direction: Direction, here_nbytes: int, peer: str, st
             now_true="nothing was moved",
             next_step="make the plan with the layout of this memory",
         )
-    ends = np.concatenate(([0], plan.nbytes.cumsum()))
-    chunk_at = ends[plan.chunk_start]
-    total = int(ends[-1])
+    chunk_at = _chunk_borders(plan)
+    total = plan.total_nbytes
     count = lanes_for(total, streams)
     if count == 1 and len(plan.nbytes) <= _PART_PIECES:
         return [Part(here, there, plan.nbytes, chunk_at[1:], plan.chunk_id)] if total else []
@@ -114,7 +131,7 @@ def lanes_for(total_nbytes: int, streams: int) -> int:
 
 def split_pieces(nbytes: Int64, *offsets: Int64, limit: int = STEP_NBYTES) -> tuple[Int64, tuple[Int64, ...]]:
     """Cut pieces above ``limit`` bytes into several; the bytes and their order stay."""
-    if not len(nbytes) or int(nbytes.max()) <= limit:
+    if not len(nbytes) or _max_of(nbytes) <= limit:
         return nbytes, offsets
     counts = np.maximum(-(-nbytes // limit), 1)
     first = counts.cumsum() - counts
@@ -125,8 +142,9 @@ def split_pieces(nbytes: Int64, *offsets: Int64, limit: int = STEP_NBYTES) -> tu
 
 def first_outside(offset: Int64, nbytes: Int64, limit: int) -> int | None:
     """Index of the first piece that is empty or does not lie inside [0, limit); None if all do."""
-    if not len(nbytes):
-        return None
+    if len(nbytes) <= FEW:
+        rows = enumerate(zip(offset.tolist(), nbytes.tolist(), strict=True))
+        return next((i for i, (at, n) in rows if n < 1 or at < 0 or at + n > limit), None)
     # The usual answer from the extremes alone: a tenth of the time of looking at each.
     largest = int(nbytes.max())
     if int(nbytes.min()) > 0 and int(offset.min()) >= 0 and int(offset.max()) <= limit - largest:
@@ -134,6 +152,11 @@ def first_outside(offset: Int64, nbytes: Int64, limit: int) -> int | None:
     # No sum of two numbers from the peer: it could wrap around.
     bad = (nbytes < 1) | (offset < 0) | (nbytes > limit) | (offset > limit - np.minimum(nbytes, limit))
     return int(bad.argmax()) if bad.any() else None
+
+
+def _max_of(nbytes: Int64) -> int:
+    """The size of the largest piece; there is one."""
+    return max(nbytes.tolist()) if len(nbytes) <= FEW else int(nbytes.max())
 
 
 def outside_of_peer(piece: int, nbytes: int, peer: str) -> LocalError:

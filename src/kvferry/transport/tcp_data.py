@@ -35,14 +35,15 @@ def ask_read(
 
 def ask_write(channel: Channel, array: Bytes, copy: Copy, part: Part, patience: Patience) -> None:
     """Push one part out of ``array``, right behind its request; returns once it has landed."""
-    _ask(channel, Operation.WRITE, copy, part, patience)
+    frames = Frames(array, part.here, part.nbytes)
+    _ask(channel, Operation.WRITE, copy, part, patience, with_next=frames.is_word)
 
     def stopped() -> NoReturn:
         channel.read_mark(Kind.DONE, patience, part.total_nbytes)
         raise malformed("that all has landed before it was sent", patience.peer)
 
     try:
-        send_frames(channel, Frames(array, part.here, part.nbytes), patience, stopped)
+        send_frames(channel, frames, patience, stopped)
         channel.read_mark(Kind.DONE, patience, part.total_nbytes)
         channel.is_in_step = True
     except BaseException:
@@ -77,7 +78,16 @@ def serve_write(
     )
 
 
-def _ask(channel: Channel, operation: Operation, copy: Copy, part: Part, patience: Patience) -> None:
+def _ask(
+    channel: Channel,
+    operation: Operation,
+    copy: Copy,
+    part: Part,
+    patience: Patience,
+    *,
+    with_next: bool = False,
+) -> None:
+    """Send a request, at once or with the words that follow it."""
     writes = operation is Operation.WRITE
     request = Request(
         operation,
@@ -90,4 +100,5 @@ def _ask(channel: Channel, operation: Operation, copy: Copy, part: Part, patienc
         part.chunk_id if writes else NO_CHUNKS,
     )
     channel.is_in_step = False
-    channel.write(patience, *request.encode())
+    say = channel.hold if with_next else channel.write
+    say(patience, *request.encode())

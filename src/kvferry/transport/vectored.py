@@ -1,6 +1,6 @@
 """Many scattered pieces in one system call: readv, writev and process_vm_readv over NumPy tables.
 
-An I/O vector is a structured array of IOVEC, one entry a piece: building it costs about 2 ns a
+An I/O vector is an array of addresses and sizes, one row a piece: building it costs about 2 ns a
 piece and no Python object. It is consumed: after a short count the entry that was cut is moved
 on in place. Sockets must be non-blocking; every wait goes through a ``Patience``.
 """
@@ -11,7 +11,9 @@ import ctypes
 import errno
 import os
 import select
+from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NoReturn
 
 import numpy as np
@@ -19,10 +21,11 @@ from numpy.typing import NDArray
 
 from kvferry.transport.memory import address_of
 from kvferry.transport.patience import Patience
+from kvferry.transport.staging import FEW
 
-__all__ = ["IOVEC", "copy_from_process", "iovecs", "merge_touching", "read_vectored", "write_vectored"]
+__all__ = ["IOVecs", "copy_from_process", "iovecs", "merge_touching", "read_vectored", "write_vectored"]
 
-IOVEC = np.dtype([("base", "<u8"), ("nbytes", "<u8")])
+IOVEC_NBYTES = 16
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 # One call moves at most about this much, so that a cancel token is looked at every few milliseconds.
 CALL_NBYTES = 8 << 20
@@ -41,15 +44,19 @@ _libc.process_vm_readv.argtypes = [
     ctypes.c_ulong,
 ]
 
-IOVecs = NDArray[np.void]
+#: Address and bytes of each piece: uint64, [pieces, 2].
+IOVecs = NDArray[np.uint64]
 
 
 def iovecs(address: int, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> IOVecs:
     """The vector of the pieces at ``address + offset``; pieces without bytes are left out."""
-    vector = np.empty(len(offset), IOVEC)
-    vector["base"] = offset
-    vector["base"] += np.uint64(address)
-    vector["nbytes"] = nbytes
+    if len(offset) <= FEW:
+        rows = [(address + at, n) for at, n in zip(offset.tolist(), nbytes.tolist(), strict=True) if n > 0]
+        return np.array(rows, np.uint64).reshape(-1, 2)
+    vector = np.empty((len(offset), 2), np.uint64)
+    vector[:, 0] = offset
+    vector[:, 0] += np.uint64(address)
+    vector[:, 1] = nbytes
     return vector if (nbytes > 0).all() else vector[nbytes > 0]
 
 
@@ -57,11 +64,12 @@ def merge_touching(vector: IOVecs) -> IOVecs:
     """The same bytes in the same order with neighbours that touch in memory made one."""
     if len(vector) < 2:
         return vector
-    breaks = np.flatnonzero(vector["base"][:-1] + vector["nbytes"][:-1] != vector["base"][1:]) + 1
+    base, nbytes = vector[:, 0], vector[:, 1]
+    breaks = np.flatnonzero(base[:-1] + nbytes[:-1] != base[1:]) + 1
     first = np.concatenate(([0], breaks))
-    merged = np.empty(len(first), IOVEC)
-    merged["base"] = vector["base"][first]
-    merged["nbytes"] = np.add.reduceat(vector["nbytes"], first)
+    merged = np.empty((len(first), 2), np.uint64)
+    merged[:, 0] = base[first]
+    merged[:, 1] = np.add.reduceat(nbytes, first)
     return merged
 
 
@@ -70,7 +78,8 @@ class _Cursor:
 
     def __init__(self, vector: IOVecs) -> None:
         self.vector = vector
-        self.ends = vector["nbytes"].astype(np.int64).cumsum()
+        is_short = len(vector) <= FEW
+        self.ends = list(accumulate(vector[:, 1].tolist())) if is_short else vector[:, 1].cumsum()
         self.total = int(self.ends[-1]) if len(vector) else 0
         self.done = 0
         self.index = 0
@@ -78,19 +87,26 @@ class _Cursor:
 
     def next_call(self) -> tuple[int, int]:
         """Address and number of the entries for the next call: at least one, at most IOV_MAX."""
-        last = int(self.ends.searchsorted(self.done + CALL_NBYTES, side="right"))
+        last = self._past(self.done + CALL_NBYTES)
         count = min(max(last - self.index, 1), IOV_MAX)
-        return self._address + self.index * IOVEC.itemsize, count
+        return self._address + self.index * IOVEC_NBYTES, count
 
     def advance(self, nbytes: int) -> None:
         self.done += nbytes
-        index = int(self.ends.searchsorted(self.done, side="right"))
-        if index < len(self.vector):
-            into = self.done - (int(self.ends[index - 1]) if index else 0)
-            cut = nbytes if index == self.index else into
-            self.vector["base"][index] += np.uint64(cut)
-            self.vector["nbytes"][index] -= np.uint64(cut)
+        if self.done == self.total:
+            return
+        index = self._past(self.done)
+        into = self.done - (int(self.ends[index - 1]) if index else 0)
+        cut = np.uint64(nbytes if index == self.index else into)
+        self.vector[index, 0] += cut
+        self.vector[index, 1] -= cut
         self.index = index
+
+    def _past(self, nbytes: int) -> int:
+        """How many entries end at or before so many bytes."""
+        if isinstance(self.ends, list):
+            return bisect_right(self.ends, nbytes)
+        return int(self.ends.searchsorted(np.uint64(nbytes), side="right"))
 
 
 def read_vectored(fd: int, vector: IOVecs, patience: Patience) -> None:

@@ -19,6 +19,8 @@ import enum
 import math
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,14 +28,25 @@ from numpy.typing import NDArray
 
 from kvferry.errors import ErrorRecord, KVFerryError, PeerError
 from kvferry.transport.base import TRANSFER_ID_NBYTES, CopyEndedError
-from kvferry.transport.table import MAX_PIECES, first_outside
+from kvferry.transport.staging import FEW
+from kvferry.transport.table import MAX_PIECES, first_outside, sum_of
 
-__all__ = ["MARK", "MAX_REASON_NBYTES", "REQUEST", "Kind", "Operation", "Request", "encode_reason", "refusal"]
+__all__ = [
+    "MARK_NBYTES",
+    "MAX_REASON_NBYTES",
+    "REQUEST",
+    "Kind",
+    "Operation",
+    "Request",
+    "encode_reason",
+    "refusal",
+]
 
 Int64 = NDArray[np.int64]
 
 REQUEST = struct.Struct(f"<4sBBH{TRANSFER_ID_NBYTES}sdQQ")
-MARK = np.dtype([("magic", "<u4"), ("kind", "<u4"), ("nbytes", "<u8")])
+ONE_PIECE_NBYTES = 16
+MARK_NBYTES = 16
 MARK_MAGIC = int.from_bytes(b"KVFM", "little")
 MAX_REASON_NBYTES = 64 << 10
 MAX_SECONDS = 24 * 3600.0
@@ -50,7 +63,7 @@ class Operation(enum.IntEnum):
     PUSH = 4
 
 
-_OPERATIONS = frozenset(Operation)
+_OPERATIONS = {operation.value: operation for operation in Operation}
 
 
 class Kind(enum.IntEnum):
@@ -81,6 +94,11 @@ class Request:
     chunk_end: Int64
     chunk_id: Int64
 
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum_of(self.nbytes)
+
     def encode(self) -> list[bytes | Int64]:
         """The request as buffers to send one after the other."""
         head = REQUEST.pack(
@@ -93,52 +111,77 @@ class Request:
             len(self.offset),
             len(self.chunk_id),
         )
-        return [head, np.concatenate((self.offset, self.nbytes, self.chunk_end, self.chunk_id))]
+        tables = (self.offset, self.nbytes, self.chunk_end, self.chunk_id)
+        if len(self.offset) <= FEW >= len(self.chunk_id):
+            return [head, b"".join(table.tobytes() for table in tables)]
+        return [head, np.concatenate(tables)]
 
 
-def tables_nbytes(head: bytes, peer: str) -> int:
-    """How many bytes of tables follow this head. Raises PeerError when it is not within bounds."""
-    magic, operation, integrity, zero, _, seconds, pieces, chunks = REQUEST.unpack(head)
+class Head(NamedTuple):
+    """What the head of a request says, once it is known to be within bounds."""
+
+    operation: Operation
+    integrity: bool
+    transfer_id: bytes
+    seconds: float
+    pieces: int
+    chunks: int
+
+    @property
+    def tables_nbytes(self) -> int:
+        """How many bytes of tables follow."""
+        return 16 * (self.pieces + self.chunks)
+
+
+def decode_head(head: bytes, peer: str) -> Head:
+    """The head of a request: REQUEST.size bytes. Raises PeerError when it is not within bounds."""
+    magic, number, integrity, zero, transfer_id, seconds, pieces, chunks = REQUEST.unpack(head)
+    operation = _OPERATIONS.get(number)
     if (
         magic != _REQUEST_MAGIC
-        or operation not in _OPERATIONS
+        or operation is None
         or integrity > 1
         or zero
         or not math.isfinite(seconds)
         or not 0 <= seconds <= MAX_SECONDS
         or not 0 < pieces <= MAX_PIECES
         or chunks > MAX_PIECES
-        or (chunks > 0) != (operation in (Operation.WRITE, Operation.PUSH))
-        or (operation == Operation.PUSH and chunks != 2)
+        or (chunks > 0) != (operation is Operation.WRITE or operation is Operation.PUSH)
+        or (operation is Operation.PUSH and chunks != 2)
     ):
         raise malformed("a request head with values that are not allowed", peer)
-    return int(16 * (pieces + chunks))
+    return Head(operation, bool(integrity), transfer_id, seconds, pieces, chunks)
 
 
-def operation_of(head: bytes) -> Operation:
-    """What a checked head asks for."""
-    return Operation(REQUEST.unpack(head)[1])
-
-
-def decode(head: bytes, tables: NDArray[np.uint8], memory_nbytes: int, peer: str) -> Request:
-    """The request of a checked head and its tables. Raises PeerError for a table that cannot be served."""
-    _, operation, integrity, _, transfer_id, seconds, pieces, chunks = REQUEST.unpack(head)
+def decode(head: Head, tables: NDArray[np.uint8], memory_nbytes: int, peer: str) -> Request:
+    """The request of a head and its tables. Raises PeerError for a table that cannot be served."""
+    pieces, chunks = head.pieces, head.chunks
     numbers = tables.view("<i8").astype(np.int64, copy=False)
     offset, nbytes = numbers[:pieces], numbers[pieces : 2 * pieces]
-    chunk_end, chunk_id = numbers[2 * pieces :].reshape(2, chunks)
+    chunk_end, chunk_id = numbers[2 * pieces : 2 * pieces + chunks], numbers[2 * pieces + chunks :]
     bad = first_outside(offset, nbytes, memory_nbytes)
     if bad is not None:
         piece = f"piece {bad}, {nbytes[bad]} bytes at {offset[bad]}"
         raise malformed(f"{piece}, outside of the memory of {memory_nbytes} bytes", peer)
-    # 2**20 pieces of up to 2**47 bytes pass int64; no transfer is near that.
-    total = float(nbytes.astype(np.float64).sum())
-    if total >= 2.0**62:
+    total = sum_of(nbytes)
+    if total >= 2**62:
         raise malformed("a table of more bytes than any memory has", peer)
-    covers = bool(chunks) and int(chunk_end[-1]) == int(nbytes.sum())
-    if operation == Operation.WRITE and (np.any(np.diff(chunk_end, prepend=0) < 0) or not covers):
+    if head.operation is Operation.WRITE and not _covers(chunk_end, total):
         raise malformed("chunks that do not cover the pieces", peer)
     return Request(
-        Operation(operation), transfer_id, seconds, bool(integrity), offset, nbytes, chunk_end, chunk_id
+        head.operation, head.transfer_id, head.seconds, head.integrity, offset, nbytes, chunk_end, chunk_id
+    )
+
+
+def _covers(chunk_end: Int64, total_nbytes: int) -> bool:
+    """Chunks that end in ascending order, the last of them with the pieces."""
+    if len(chunk_end) <= FEW:
+        ends = [0, *chunk_end.tolist()]
+        return ends[-1] == total_nbytes and all(one <= other for one, other in pairwise(ends))
+    return (
+        int(chunk_end[-1]) == total_nbytes
+        and int(chunk_end[0]) >= 0
+        and bool((chunk_end[:-1] <= chunk_end[1:]).all())
     )
 
 
