@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import KVFerryError, PeerError
@@ -98,6 +98,8 @@ def test_a_request_of_few_pieces_is_taken_or_refused_as_one_of_many(
         max_size=3,
     )
 )
+@example(rows=[(64, 236), (500, 300)])
+@example(rows=[(64, 237)])
 def test_the_guard_takes_few_pieces_as_it_takes_many(rows: list[tuple[int, int]]) -> None:
     """Exactly what lies inside the grant, whatever the numbers."""
     grants = Grants()

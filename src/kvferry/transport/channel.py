@@ -108,9 +108,11 @@ class Channel:
         ``on_input`` is called when the peer says something before all is sent, which ends the copy.
         """
         if self._seals is None:
-            nbytes = sum(len(b) if isinstance(b, bytes) else b.nbytes for b in buffers)
-            if nbytes <= SAID_NBYTES:
-                said = (b if isinstance(b, bytes) else b.data for b in buffers)
+            said = [b if isinstance(b, bytes) else b.data for b in buffers]
+            if (
+                sum([part.nbytes if isinstance(part, memoryview) else len(part) for part in said])
+                <= SAID_NBYTES
+            ):
                 self._say(b"".join((self._take_held(), *said)), patience, on_input)
                 return
         self.flush(patience)
@@ -186,7 +188,10 @@ class Channel:
         patience.wait(self._readable)
 
     def write_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
-        self.write(patience, mark_of(kind, nbytes))
+        if self._seals is None:
+            self._say(self._take_held() + mark_of(kind, nbytes), patience)
+        else:
+            self.write(patience, mark_of(kind, nbytes))
 
     def hold_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
         self.hold(patience, mark_of(kind, nbytes))

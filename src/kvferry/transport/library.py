@@ -101,9 +101,10 @@ class LibraryConnection(TcpConnection):
         bad = first_outside(part.there, part.nbytes, self.peer_nbytes)
         if bad is not None:
             raise outside_of_peer(bad, self.peer_nbytes, self.peer_address)
-        return self._read_part(copy, part, Progressing.of(patience, self.progress))
+        return self._read_part(copy, part, patience)
 
-    def _read_part(self, copy: Copy, part: Part, limits: Progressing) -> NDArray[np.uint64] | None:
+    def _read_part(self, copy: Copy, part: Part, patience: Patience) -> NDArray[np.uint64] | None:
+        limits = Progressing.of(patience, self.progress)
         with self._asking.channel(limits) as channel:
             pool = pool_bytes(self.memory)
             return ask_pushed(channel, pool, copy, part, patience=limits, arena=self.arena)

@@ -112,10 +112,10 @@ class NixlConnection(LibraryConnection):
     def _handlers(self) -> dict[Operation, Handler]:
         return {**super()._handlers(), Operation.LOOK: self._serve_look}
 
-    def _read_part(self, copy: Copy, part: Part, limits: Progressing) -> NDArray[np.uint64] | None:
+    def _read_part(self, copy: Copy, part: Part, patience: Patience) -> NDArray[np.uint64] | None:
         if self.move == "push":
-            return super()._read_part(copy, part, limits)
-        limits = self._driving(limits)
+            return super()._read_part(copy, part, patience)
+        limits = self._driving(patience)
         with self._asking.channel(limits) as channel, looking(channel, copy, part, limits) as check:
             assert self.peer is not None
             assert self.hello.address is not None

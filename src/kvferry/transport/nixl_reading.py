@@ -22,7 +22,7 @@ from kvferry.transport.memory import address_of
 from kvferry.transport.nixl_agent import NixlPeer, NixlPosted
 from kvferry.transport.patience import Patience
 from kvferry.transport.staged import Steps
-from kvferry.transport.staging import step_starts
+from kvferry.transport.staging import FEW, step_starts
 from kvferry.transport.table import Part, split_pieces
 from kvferry.transport.windows import Arena, Progressing
 
@@ -94,6 +94,8 @@ class Reading:
         assert isinstance(self._pool, np.ndarray)
         nbytes, (here, there) = split_pieces(part.nbytes, part.here, part.there, limit=SLICE_NBYTES)
         for first, last in _slices(nbytes):
+            if first:  # before the first and after the last the caller looks
+                self._check()
             pieces = slice(first, last)
             posted = self._peer.post(
                 "READ",
@@ -107,7 +109,6 @@ class Reading:
             except KVFerryError:
                 self._settle(posted)
                 raise
-            self._check()
 
     def _settle(self, posted: NixlPosted) -> None:
         """Wait until the library is through with the pool, whatever the limits say."""
@@ -141,6 +142,9 @@ def _slices(nbytes: Int64) -> Iterator[tuple[int, int]]:
 
 def rows(base: int, offset: Int64, nbytes: Int64) -> NDArray[np.uint64]:
     """Address, bytes and device of each piece, as NIXL takes them: uint64, [pieces, 3]."""
+    if len(nbytes) <= FEW:
+        pieces = zip(offset.tolist(), nbytes.tolist(), strict=True)
+        return np.array([(base + at, size, 0) for at, size in pieces], np.uint64)
     table = np.zeros((len(nbytes), 3), np.uint64)
     table[:, 0] = offset.astype(np.uint64) + np.uint64(base)
     table[:, 1] = nbytes

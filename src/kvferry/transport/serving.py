@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvferry.errors import (
     CapacityError,
     DeadlineError,
@@ -163,8 +165,11 @@ class Serving:
                 self._served.slots.give_back()
 
     def _serve_tables(self, channel: Channel, head: Head, start: bytes) -> None:
-        patience = Patience(time.monotonic() + REQUEST_SECONDS, (self._ended,), self._peer, "request")
-        tables = channel.read(head.tables_nbytes, patience, start)
+        if len(start) == head.tables_nbytes:
+            tables = np.frombuffer(start, np.uint8)
+        else:
+            patience = Patience(time.monotonic() + REQUEST_SECONDS, (self._ended,), self._peer, "request")
+            tables = channel.read(head.tables_nbytes, patience, start)
         operation = head.operation
         # A reader has said all that it had to say: in step until its answer begins.
         channel.is_in_step = operation is not Operation.WRITE

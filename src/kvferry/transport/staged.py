@@ -30,7 +30,7 @@ from kvferry.transport.device import PoolBytes, pieces_of
 from kvferry.transport.digest import ChunkDigests
 from kvferry.transport.patience import SLICE_SECONDS, Patience
 from kvferry.transport.staging import step_starts
-from kvferry.transport.table import Part, split_pieces
+from kvferry.transport.table import Part, split_pieces, sum_of
 from kvferry.transport.windows import Arena, Mover, Pair, Posted, Progressing
 from kvferry.transport.wire import Kind, Operation, Request
 
@@ -51,9 +51,8 @@ class Steps:
         self.nbytes, (self.offset,) = split_pieces(nbytes, offset)
         self.pieces = pieces_of(pool, self.offset, self.nbytes)
         self.borders = list(pairwise(step_starts(self.nbytes).tolist()))
-        ends = np.concatenate(([0], self.nbytes.cumsum()))
-        self.step_nbytes = [int(ends[last] - ends[first]) for first, last in self.borders]
-        self.total_nbytes = int(ends[-1])
+        self.step_nbytes = [sum_of(self.nbytes[first:last]) for first, last in self.borders]
+        self.total_nbytes = sum(self.step_nbytes)
 
 
 class _Settling:
@@ -91,13 +90,15 @@ def ask_pushed(
         for index, (first, last) in enumerate(steps.borders):
             patience.check()
             nbytes = steps.step_nbytes[index]
-            channel.read_mark(Kind.DATA, patience, nbytes)
+            channel.read_mark(Kind.DATA, patience, nbytes, is_there=not index)
             landed = pair.arrays[index % 2][:nbytes]
             if sums is not None:
                 sums.feed(landed)
             steps.pieces.scatter(first, last, landed)
-            channel.write_mark(Kind.FREE, patience, nbytes)
-        channel.read_mark(Kind.DONE, patience, steps.total_nbytes)
+            # The server waits for no word of the last step; it is said with the release.
+            say = channel.write_mark if index + 1 < len(steps.borders) else channel.hold_mark
+            say(Kind.FREE, patience, nbytes)
+        channel.read_mark(Kind.DONE, patience, steps.total_nbytes, is_there=True)
         channel.is_in_step = True
     finally:
         _last_word(channel, settling, patience)
@@ -161,7 +162,9 @@ def serve_pushed(
     channel.is_in_step = False
     pushing = _Pushing(channel, patience, mover, pair, request.chunk_end.tolist())
     try:
-        channel.write_mark(Kind.ADMITTED, patience)
+        channel.hold_mark(
+            Kind.ADMITTED, patience
+        )  # goes with the first step's word, or with why there is none
         pushing.push(steps)
         channel.write_mark(Kind.DONE, patience, steps.total_nbytes)
         pushing.read_last_word(patience)
@@ -210,7 +213,7 @@ class _Pushing:
                 self._read_word(self._patience, Kind.FREE)
             self.posted = self._mover.write(self._pair.addresses[turn], self._there[turn], nbytes)
             nbytes_before = nbytes
-        self._finish(nbytes_before)
+        self._finish(nbytes_before, is_last=True)
 
     def settle(self) -> bool:
         """Nothing is on its way: true at once, or when what was posted is done or has failed."""
@@ -234,11 +237,12 @@ class _Pushing:
             while self._read_word(limits, Kind.FREE, Kind.RELEASE) is not Kind.RELEASE:
                 pass
 
-    def _finish(self, nbytes: int) -> None:
+    def _finish(self, nbytes: int, *, is_last: bool = False) -> None:
         if self.posted is not None:
             self._patience.until_done(self.posted)
             self.posted = None
-            self._channel.write_mark(Kind.DATA, self._patience, nbytes)
+            say = self._channel.hold_mark if is_last else self._channel.write_mark  # DONE follows the last
+            say(Kind.DATA, self._patience, nbytes)
 
     def _read_word(self, limits: Patience, *expected: Kind) -> Kind:
         word = self._channel.read_word(limits, *expected, Kind.STOP)

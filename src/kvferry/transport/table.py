@@ -143,8 +143,10 @@ def split_pieces(nbytes: Int64, *offsets: Int64, limit: int = STEP_NBYTES) -> tu
 def first_outside(offset: Int64, nbytes: Int64, limit: int) -> int | None:
     """Index of the first piece that is empty or does not lie inside [0, limit); None if all do."""
     if len(nbytes) <= FEW:
-        rows = enumerate(zip(offset.tolist(), nbytes.tolist(), strict=True))
-        return next((i for i, (at, n) in rows if n < 1 or at < 0 or at + n > limit), None)
+        for piece, (at, n) in enumerate(zip(offset.tolist(), nbytes.tolist(), strict=True)):
+            if n < 1 or at < 0 or at + n > limit:
+                return piece
+        return None
     # The usual answer from the extremes alone: a tenth of the time of looking at each.
     largest = int(nbytes.max())
     if int(nbytes.min()) > 0 and int(offset.min()) >= 0 and int(offset.max()) <= limit - largest:

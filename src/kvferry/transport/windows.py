@@ -80,13 +80,14 @@ class Progressing(Patience):
             return Patience.wait(self, poll)
         started = time.monotonic()
         while True:
-            events = poll.poll(0)
-            if not events and not self.is_lively:
-                self.progress()
-                events = poll.poll(_LONG_SECONDS * 1e3)
+            events = poll.poll(0 if self.is_lively else _LONG_SECONDS * 1e3)
             if events:
                 return events
-            waited = self.pause(started) if self.is_lively else time.monotonic() - started
+            if self.is_lively:
+                waited = self.pause(started)
+            else:
+                self.progress()
+                waited = time.monotonic() - started
             if self.is_polite and waited < SLICE_SECONDS:
                 self.check_deadline()
             else:
