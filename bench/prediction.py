@@ -36,8 +36,9 @@ from kvferry.units import format_bytes, format_seconds, parse_bytes, parse_rate
 PROBED = Payload(64 << 20, 32 << 10)
 SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB to 256 MiB, and then the largest
 TURNS, FEWEST_TURNS, COPIES, P95_COPIES = 24, 10, 4, 40
-# Short copies are made twice as often, since single stalls are their tail; long ones one a turn, and fewer.
-SHORT_SECONDS, LONG_SECONDS, FEWEST_LONG = 0.05, 1.0, 3
+# Short copies are made twice or five times as often, since single stalls are their tail; long ones one a
+# turn, and fewer.
+TINY_SECONDS, SHORT_SECONDS, LONG_SECONDS, FEWEST_LONG = 0.01, 0.05, 1.0, 3
 
 
 def wanted(largest: int) -> list[Payload]:
@@ -88,7 +89,7 @@ async def in_turns(
                 continue
             # The first of each exchange warms what other sizes have cooled, and is not counted.
             flow.expected = max(mean, 0.5)
-            count = 2 * COPIES if mean < SHORT_SECONDS else COPIES
+            count = COPIES * (5 if mean < TINY_SECONDS else 2 if mean < SHORT_SECONDS else 1)
             copies = await flow.copy(payload, 1 if is_long else 1 + count)
             times[payload] += [copied.seconds for copied in copies.copies[0 if is_long else 1 :]]
             if turn == 1:

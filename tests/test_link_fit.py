@@ -295,6 +295,22 @@ def test_small_copies_keep_their_own_spread() -> None:
     assert large == pytest.approx(math.exp(0.02 * 1.645), rel=0.02)
 
 
+def test_between_two_bands_the_ratio_rises_in_a_line() -> None:
+    """Copies of 64 KiB keep to the line and those of 1 MiB take a fifth more: halfway it is a tenth."""
+    true = {64 * KIB: 1.0, MIB: 1.2, 16 * MIB: 1.0, 256 * MIB: 1.0}
+    fit = fit_link(
+        [copy(nbytes, 1, GOOD(nbytes, 1) * ratio) for nbytes, ratio in true.items() for _ in range(70)]
+    )
+    small, large = (
+        fit.predict_quantile(0.5, nbytes, 1) / fit.predict(nbytes, 1) for nbytes in (64 * KIB, MIB)
+    )
+    assert large / small > 1.1
+    for share in (0.001, 0.25, 0.5, 1.0):
+        nbytes = int(64 * KIB + share * (MIB - 64 * KIB))
+        found = fit.predict_quantile(0.5, nbytes, 1) / fit.predict(nbytes, 1)
+        assert found == pytest.approx(small + share * (large - small), rel=1e-4)
+
+
 def test_the_tail_beyond_what_was_measured_is_that_of_independent_parts() -> None:
     """Copies of parts that each scatter by 70 %: measured up to 1 MiB, p95 at 64 MiB is within 4 %."""
     rng = np.random.default_rng(3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Annotated
 
 from msgspec import Meta
@@ -221,7 +222,8 @@ class LinkFit(Line, frozen=True, kw_only=True):
         spread = self.spread_at(nbytes)
         if spread is None:
             raise NoPlanError("the spread of this fit was not kept", next_step="probe the pair again")
-        ratio = spread.ratio(q)
+        spread.ratio(q)  # or the error that says what it lacks
+        ratio = self.rising(nbytes, lambda band: band.ratio_or_none(q))
         if nbytes > spread.up_to_nbytes:
             # Beyond what was measured, stalls of the many parts of a copy average out as they do
             # for independent parts: what exceeds p50 grows with the root of the time.
@@ -244,7 +246,8 @@ class LinkFit(Line, frozen=True, kw_only=True):
         spread = self.spread_at(nbytes)
         if spread is None or self.why_unknown(nbytes, descriptors) is not None:
             return typical, typical * typical
-        mean, deviation = typical * spread.mean, typical * spread.deviation
+        mean = typical * self.rising(nbytes, lambda band: band.mean)
+        deviation = typical * self.rising(nbytes, lambda band: band.deviation)
         if nbytes > spread.up_to_nbytes:  # as in predict_quantile
             root = math.sqrt(self.at_least(spread.up_to_nbytes, descriptors) / typical)
             mean = typical * (spread.p50 + max(0.0, spread.mean - spread.p50) * root)
@@ -255,6 +258,23 @@ class LinkFit(Line, frozen=True, kw_only=True):
             mean = max(mean, edge * band.mean)
             square = max(square, edge * edge * (band.mean**2 + band.deviation**2))
         return mean, square
+
+    def rising(self, nbytes: int, ratio_of: Callable[[Spread], float | None]) -> float:
+        """A ratio of the spread of that size, which :meth:`spread_at` has and ``ratio_of`` knows there.
+
+        From the largest size of one band to that of the next it rises in a straight line, so that it does not
+        jump. Where it is less in the next band it is that band's at once: in between, seconds could fall.
+        """
+        below: tuple[int, float] | None = None
+        for band in self.spreads:
+            ratio = ratio_of(band)
+            if nbytes <= band.up_to_nbytes or band is self.spreads[-1]:
+                break
+            below = below if ratio is None else (band.up_to_nbytes, ratio)
+        assert ratio is not None
+        if below is None or below[1] >= ratio or nbytes >= band.up_to_nbytes:
+            return ratio
+        return below[1] + (ratio - below[1]) * (nbytes - below[0]) / (band.up_to_nbytes - below[0])
 
     def spread_at(self, nbytes: int) -> Spread | None:
         """The spread of copies of that size, or None where none was kept."""

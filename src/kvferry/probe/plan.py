@@ -28,7 +28,7 @@ class ProbePlan:
 
     Args:
         largest: the largest payload; ``sizes_up_to`` gives the others.
-        repeats: warm copies of each shape, at most.
+        repeats: warm copies of each shape, at most; of small ones see Limits.
         seconds: all of it together, the opening of pools apart; None for STAGE_SECONDS a stage.
         alone: each pair by itself.
         under_load: each pair while all others of its round, and its own other direction, copy too.

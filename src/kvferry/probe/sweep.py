@@ -27,11 +27,16 @@ _BATCH_SECONDS, _MOST_COPIES, _FIRST_COPIES = 0.25, 16, 3
 # A batch may take this many times what it is expected to, and never less than a few seconds.
 _PATIENCE, _LEAST_SECONDS = 10.0, 5.0
 _GRACE_SECONDS = 5.0
+# Small copies scatter most and cost least: their p95 takes more of them than their median does.
+_SMALL_NBYTES, _SMALL_SECONDS, _SMALL_TIMES = 256 << 10, 1.0, 5
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``repeats``: copies of each shape at most; ``deadline``: of ``time.monotonic()``."""
+    """``repeats``: copies of each shape at most; ``deadline``: of ``time.monotonic()``.
+
+    Of up to 256 KiB five times as many are made, as far as they take a second.
+    """
 
     repeats: int
     deadline: float
@@ -195,12 +200,22 @@ async def sweep(
 
 
 def _is_done(flows: Sequence[Flow], payload: Payload, limits: Limits) -> bool:
-    """Every flow knows its median, or has as many copies as are wanted."""
+    """Every flow knows its median, of small copies their tail too, or has as many as are wanted."""
     for flow in flows:
         seconds = flow.seconds.get(payload)
-        if seconds is not None and len(seconds) < limits.repeats and not is_settled(seconds):
+        if seconds is None or len(seconds) >= _most(seconds, payload, limits):
+            continue
+        if payload.nbytes <= _SMALL_NBYTES or not is_settled(seconds):
             return False
     return True
+
+
+def _most(seconds: Sequence[float], payload: Payload, limits: Limits) -> int:
+    """Copies of a shape at most, after these."""
+    if not seconds or payload.nbytes > _SMALL_NBYTES:
+        return limits.repeats
+    in_time = int(_SMALL_SECONDS / max(median(seconds), 1e-6))
+    return max(limits.repeats, min(in_time, _SMALL_TIMES * limits.repeats))
 
 
 def _skips(flows: Sequence[Flow], payload: Payload, limits: Limits) -> bool:
@@ -287,11 +302,11 @@ async def _run(
 
 def _batch(flow: Flow, payload: Payload, limits: Limits, *, is_first: bool) -> int:
     """Copies of the next exchange: at first a few, then as many as fit in its time."""
-    done = len(flow.seconds.get(payload, ()))
+    seconds = flow.seconds.get(payload, ())
     left = limits.deadline - time.monotonic()
     by_time = int(min(_BATCH_SECONDS, left) / max(flow.expected, 1e-6))
     least = _FIRST_COPIES if is_first and _FIRST_COPIES * flow.expected < left else 1
-    return max(1, min(max(least, min(by_time, _MOST_COPIES)), limits.repeats - done))
+    return max(1, min(max(least, min(by_time, _MOST_COPIES)), _most(seconds, payload, limits) - len(seconds)))
 
 
 async def _both(calls: Sequence[asyncio.Future[w.Copies]]) -> tuple[w.Copies, w.Copies]:
