@@ -36,7 +36,7 @@ from kvferry.units import format_bytes, format_seconds, parse_bytes, parse_rate
 PROBED = Payload(64 << 20, 32 << 10)
 SIZES = tuple(4096 * 4**power for power in range(9))  # 4 KiB to 256 MiB, and then the largest
 TURNS, FEWEST_TURNS, COPIES, P95_COPIES = 24, 10, 4, 40
-# Short copies are made twice or five times as often, since single stalls are their tail; long ones one a
+# Short copies are made twice or five times a turn, since single stalls are their tail; of long ones one a
 # turn, and fewer.
 TINY_SECONDS, SHORT_SECONDS, LONG_SECONDS, FEWEST_LONG = 0.01, 0.05, 1.0, 3
 
@@ -80,23 +80,30 @@ async def in_turns(
         await sweep([flow], probed, Limits(COPIES * turn, time.monotonic() + seconds), lambda _: None)
         if flow.error is not None:
             raise flow.error
-        for payload in rng.permutation(np.array(others, object)):  # no size always follows the same one
+        visits = [payload for payload in others for _ in range(_visits(times[payload]))]
+        for payload in rng.permutation(np.array(visits, object)):  # no size always follows the same one
             expected = 1.5 * flow.expected * payload.nbytes / probed[-1].nbytes
             mean = float(np.mean(times[payload])) if times[payload] else expected
             is_long = mean > LONG_SECONDS
             fewest = FEWEST_LONG if is_long else FEWEST_TURNS
             if turn > fewest and 2 * mean * len(times[payload]) > seconds / len(others):
                 continue
-            # The first of each exchange warms what other sizes have cooled, and is not counted.
             flow.expected = max(mean, 0.5)
-            count = COPIES * (5 if mean < TINY_SECONDS else 2 if mean < SHORT_SECONDS else 1)
-            copies = await flow.copy(payload, 1 if is_long else 1 + count)
-            times[payload] += [copied.seconds for copied in copies.copies[0 if is_long else 1 :]]
-            if turn == 1:
+            # As in the sweep, the first copy of all warms and is not counted.
+            num_warming = 0 if times[payload] else 1
+            copies = await flow.copy(payload, num_warming + (1 if is_long else COPIES))
+            times[payload] += [copied.seconds for copied in copies.copies[num_warming:]]
+            if num_warming:
                 await flow.compare(payload)
         if time.monotonic() - begun > seconds and turn >= FEWEST_TURNS:
             break
     return times
+
+
+def _visits(seconds: Sequence[float]) -> int:
+    """How often a shape that took so long is copied at a turn."""
+    mean = float(np.mean(seconds)) if seconds else LONG_SECONDS
+    return 5 if mean < TINY_SECONDS else 2 if mean < SHORT_SECONDS else 1
 
 
 def row(payload: Payload, fit: LinkFit, seconds: Sequence[float], mode: Mode) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from kvferry.probe.site import Site
 
 __all__ = ["Flow", "Limits", "sweep"]
 
-# One exchange of words for this many seconds of copies, so that the words are not what is measured.
-_BATCH_SECONDS, _MOST_COPIES, _FIRST_COPIES = 0.25, 16, 3
+# One exchange of words for this many seconds of copies, so that the words are not what is measured. Not for
+# many copies: those of one exchange are alike (which processors have which threads), the next are not.
+_BATCH_SECONDS, _MOST_COPIES, _FIRST_COPIES = 0.25, 5, 3
 # A batch may take this many times what it is expected to, and never less than a few seconds.
 _PATIENCE, _LEAST_SECONDS = 10.0, 5.0
 _GRACE_SECONDS = 5.0
