@@ -49,6 +49,11 @@ def front(workers: tuple[Server, Server]) -> Iterator[Server]:
         yield server
 
 
+def answered(front: Server) -> dict[str, int]:
+    health = front.health()
+    return {worker["name"]: worker["answered"] for worker in health["prefill"] + health["decode"]}
+
+
 def empty(*servers: Server) -> None:
     for server in servers:
         server.wait_empty()
@@ -58,8 +63,11 @@ def empty(*servers: Server) -> None:
 def test_the_text_is_one_servers(
     workers: tuple[Server, Server], front: Server, sampling: dict[str, Any]
 ) -> None:
-    """Completions and chat, whole and streamed: the same text, finish and usage; prefill's token goes out."""
+    """Completions and chat, whole and streamed: the same text, finish and usage; prefill's token goes out.
+    /health counts each of the four answers at both workers.
+    """
     _, decode = workers
+    before = answered(front)
     chat = {"messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 9, **sampling}
     for path, body in (("/v1/completions", asked(14, **sampling)), ("/v1/chat/completions", chat)):
         alone = decode.complete(body, path)
@@ -78,6 +86,8 @@ def test_the_text_is_one_servers(
         if path.endswith("chat/completions"):
             deltas = [event["choices"][0]["delta"] for event in events[:-1]]
             assert [("role" in delta) for delta in deltas] == [True] + [False] * (len(deltas) - 1)
+    after = answered(front)
+    assert {name: after[name] - before[name] for name in after} == {"gone": 0, "p": 4, "d": 4}
     empty(*workers)
 
 

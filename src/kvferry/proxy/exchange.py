@@ -107,6 +107,7 @@ class Exchange:
         judged = self._body.for_decode(None)
         await self._state.upstream.check(pair.decode, self._path, judged, self._headers)
         given = await self._prefill(pair)
+        pair.prefill.answered += 1
         if given.params is None:
             if finish_of(given.answer) != "length":  # it ended with its first token: that is all of it
                 self._note(pair.prefill, None, "ended with its first token", "prefill")
@@ -150,6 +151,7 @@ class Exchange:
             if given.follow is not None:
                 with _misread(pair.decode):
                     then = given.follow.whole(then)
+            pair.decode.answered += 1
             self._state.count("handoffs")
             return Answer(joined(given.answer, then) if given.is_emitted else then, self._said)
         writer = Writer(is_chat=self._body.is_chat)
@@ -212,7 +214,9 @@ class Exchange:
         try:
             if not self._body.stream:
                 with worker.busy(self._tokens):
-                    return Answer(await self._whole_of(worker, fields), self._said)
+                    answer = await self._whole_of(worker, fields)
+                worker.answered += 1
+                return Answer(answer, self._said)
             stack = contextlib.AsyncExitStack()
             events = await self._open(stack, worker, fields)
         except WorkerFailedError as error:
@@ -283,6 +287,7 @@ class Exchange:
                     yield failure(DivergedError(f"{worker.place.name}, started over, wrote another text"))
                     return
                 else:
+                    worker.answered += 1
                     self._state.count("streams")
                     return
             may_restart, params, opened, follow = False, None, None, None

@@ -28,8 +28,8 @@ def _samples(state: ProxyState) -> Iterable[Sample]:
             labels = (("role", role), ("worker", worker.place.url))
             yield Sample("kvferry_proxy_worker_requests", "Under way at a worker.", worker.requests, labels)
             yield Sample("kvferry_proxy_worker_tokens", "Prompt tokens under way.", worker.tokens, labels)
-            for name, value in (
-                ("kvferry_proxy_worker_answers_total", worker.answered),
-                ("kvferry_proxy_worker_failures_total", worker.failed),
+            for name, says, value in (
+                ("answers", "Requests that a worker answered whole.", worker.answered),
+                ("failures", "Times that a worker failed.", worker.failed),
             ):
-                yield Sample(name, "Prompts answered, and times it failed.", value, labels, is_total=True)
+                yield Sample(f"kvferry_proxy_worker_{name}_total", says, value, labels, is_total=True)

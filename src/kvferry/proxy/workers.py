@@ -22,8 +22,9 @@ _STEP_SECONDS = 1e-3
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. ``tokens``: of prompts under way; ``requests``: under way; ``has_check``: whether it may
-    have the route that judges a body without beginning it."""
+    """One worker. ``tokens``: of prompts under way; ``requests``: under way; ``answered``: requests that it
+    answered whole, a stream to its end; ``has_check``: whether it may have the route that judges a body
+    without beginning it."""
 
     place: Place
     requests: int = 0
@@ -33,6 +34,7 @@ class Worker:
     answered: int = 0
     failed: int = 0
     has_check: bool = True
+    _is_timed: bool = False
 
     @contextlib.contextmanager
     def busy(self, tokens: int) -> Iterator[None]:
@@ -47,9 +49,9 @@ class Worker:
 
     def took(self, seconds: float, tokens: int) -> None:
         """A prompt came back; ``tokens`` were under way when it was sent, itself included."""
-        self.answered += 1
         found = seconds / max(1, tokens)
-        share = _NEW_SHARE if self.answered > 1 else 1.0
+        share = _NEW_SHARE if self._is_timed else 1.0
+        self._is_timed = True
         self.seconds_per_token += share * (found - self.seconds_per_token)
 
 
