@@ -566,6 +566,23 @@ def test_what_cannot_be_handed_over_is_refused_by_name(field: str, value: Any, n
             assert len(log) == 1
 
 
+def test_what_vllms_server_has_refused_is_logged_as_that(worker: Callable[..., FakeWorker]) -> None:
+    """vLLM then sends the engine a request of one made-up token, aborted at once."""
+    scheduler, log = side()
+    ticket = ticket_text((real_ticket(worker),))
+    for asked in ({TICKET_KEY: ticket}, {PUSH_URL_KEY: "http://p"}):
+        params = {"do_remote_prefill": True} | asked
+        stand_in = FakeRequest("r", [0], params, abort_immediately=True)
+        scheduler.added(stand_in)
+        assert scheduler.finished(stand_in.set_status("FINISHED_ABORTED")) == (False, None)
+        again = FakeRequest("again", IDS, params)  # its ticket was not taken up
+        scheduler.added(again)
+        assert scheduler.loadable_tokens(again, 0) == 99
+    (line,) = log
+    assert "server's answer to it was an error" in line
+    assert "lease ends" in line
+
+
 def real_ticket(worker: Callable[..., FakeWorker], request_id: str = "r") -> bytes:
     return offer(worker(), request_id, IDS, [1, 2, 3, 4])
 

@@ -40,6 +40,7 @@ class FakeRequest:
     prompt_embeds: Any = None
     output_token_ids: list[int] = field(default_factory=list)
     sampling_params: Any = None
+    abort_immediately: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -36,6 +36,10 @@ __all__ = ["TOKENS_KEY", "SchedulerSide"]
 
 _HANDED_OVER = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 TOKENS_KEY = "kvferry_tokens"
+_REFUSED_BY_SERVER = (
+    "request {}: this server's answer to it was an error before the engine had it, or its client left; "
+    "nothing is fetched, and prefill keeps its blocks until its lease ends"
+)
 
 
 @dataclass
@@ -89,6 +93,11 @@ class SchedulerSide:
         """A request has arrived; what its parameters ask for is checked now, once."""
         params = request.kv_transfer_params or {}
         request_id = request.request_id
+        if getattr(request, "abort_immediately", False):
+            # vLLM's stand-in for a request that its server has refused: its prompt is a made-up token.
+            if TICKET_KEY in params:
+                self._log(_REFUSED_BY_SERVER.format(request_id))
+            return
         try:
             if params.get("do_remote_decode"):
                 self._prefills[request_id] = self._prefill(request, params)
