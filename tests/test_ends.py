@@ -212,22 +212,62 @@ def test_an_offer_that_fails_holds_nothing(devices: tuple[Endpoint, Failing, End
     assert is_idle(prefill)
 
 
-def test_groups_in_the_same_memory_are_not_lent_a_block_twice(opened: Opened) -> None:
-    """Neither within a request nor between two: a block id is of one group at a time."""
+def in_one_memory(window: int | None = None) -> PoolLayout:
+    """Groups "full" and "late", the second with a window, in blocks of 4 tokens."""
     full, late = (
         PoolLayout.paged(
-            layers, kv_heads=1, head_dim=8, dtype="float32", block_size=4, num_blocks=32, name=name
+            layers,
+            kv_heads=1,
+            head_dim=8,
+            dtype="float32",
+            block_size=4,
+            num_blocks=32,
+            name=name,
+            window=size,
         )
-        for name, layers in (("full", range(2)), ("late", range(2, 4)))
+        for name, layers, size in (("full", range(2), None), ("late", range(2, 4), window))
     )
-    endpoint = opened(
-        PoolLayout(full.groups + late.groups, full.nbytes, groups_share_blocks=True), ADDRESS["tcp"]
-    )
+    return PoolLayout(full.groups + late.groups, full.nbytes, groups_share_blocks=True)
 
-    def blocks(*ids: int) -> BlockTable:
-        return BlockTable(0, np.array(ids))
 
-    with pytest.raises(InputError, match="block 5 is given to two groups"):
+def blocks(*ids: int) -> BlockTable:
+    return BlockTable(0, np.array(ids))
+
+
+def test_what_stands_before_a_window_is_no_block_that_is_lent(opened: Opened) -> None:
+    """Placeholders (block 0 here) of requests side by side, where groups share blocks: it is not written.
+
+    A push of fewer tokens than were reserved has its window earlier: those blocks are lent then.
+    """
+    prefill, decode = (opened(in_one_memory(window=4), ADDRESS["tcp"]) for _ in range(2))
+    fill_random(prefill.pool, 1)
+    src, dst = (blocks(1, 2, 3), blocks(0, 0, 4)), (blocks(9, 8, 7), blocks(0, 0, 6))
+    first = decode.reserve("first", 12, dst)
+    decode.reserve("second", 12, (blocks(10, 11, 12), blocks(0, 0, 13)))
+    push = prefill.push(first, src, tokens=12)
+    push.layers(0, 4)
+    push.commit(None)
+    move = decode.arrival(first)
+    move.result()
+    move.started()
+    for group, (here, there) in enumerate(((3, 7), (4, 6))):
+        for tensor in decode.pool.layout.groups[group].tensors:
+            from_, to = (tensor.offset + block * tensor.block_stride for block in (here, there))
+            size = 4 * tensor.row_nbytes
+            assert bytes(prefill.pool.array[from_ : from_ + size]) == bytes(decode.pool.array[to : to + size])
+            assert not decode.pool.array[tensor.offset :][:size].any()
+    shorter = decode.reserve("shorter", 12, (blocks(20, 21, 22), blocks(0, 13, 15)))
+    refused = decode.arrival(shorter)
+    prefill.push(shorter, src, tokens=8)
+    with pytest.raises(LocalError, match="block 13 is lent for request second"):
+        refused.result()
+    wait_until(lambda: decode.stats().holds == 1)
+
+
+def test_groups_in_the_same_memory_are_not_lent_a_block_twice(opened: Opened) -> None:
+    """Neither within a request nor between two: a block id is of one group at a time."""
+    endpoint = opened(in_one_memory(), ADDRESS["tcp"])
+    with pytest.raises(InputError, match="block 5 is in the tables of groups 'full' and 'late', whose"):
         endpoint.reserve("x", 12, (blocks(4, 5, 6), blocks(5, 7, 8)))
     endpoint.reserve("y", 12, (blocks(4, 5, 6), blocks(7, 8, 9)))
     with pytest.raises(LocalError, match="block 4 is lent for request y"):

@@ -159,6 +159,10 @@ class GroupLayout(_Record, frozen=True):
         """Recurrent state: a slot that moves whole, whatever the number of tokens."""
         return self.block_size is None
 
+    def first_live_token(self, tokens: int) -> int:
+        """The first of ``tokens`` that the cache still holds: of a window its tail's, else 0."""
+        return 0 if self.window is None else max(0, tokens - self.window)
+
 
 class PoolLayout(_Record, frozen=True):
     """All that one rank's pool holds; ``nbytes`` is the size of the pool's memory.

@@ -80,7 +80,7 @@ def live_entries(group: GroupLayout, table: BlockTable, extent: Extent) -> tuple
         return (0, once if extent.token_range[1] == extent.tokens else 0)
     if table.tokens is not None:
         raise InputError(f"group {group.name!r}: only a cross-attention table states its own tokens")
-    start = extent.first_token if group.window is None else max(0, extent.tokens - group.window)
+    start = extent.first_token if group.window is None else group.first_live_token(extent.tokens)
     start, stop = max(start, extent.token_range[0]), extent.token_range[1]
     start, stop = start // group.tokens_per_entry, stop // group.tokens_per_entry
     return (start, stop) if start < stop else (0, 0)

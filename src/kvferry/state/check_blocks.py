@@ -28,7 +28,12 @@ def block_refusals(where: str, blocks: GroupBlocks, need: GroupNeed, tokens: int
     """A table covers ``tokens`` tokens: from the first that is still needed to the last, each block once."""
     ids = unpack_ids(blocks.ids)
     field = f"{where} {blocks.group!r}"
-    if ids.size and (ids.min() < 0 or np.unique(ids).size != ids.size):
+    live = ids
+    if blocks.block_tokens is not None:
+        # What stands before a window's tail may be any placeholder.
+        before = need.first_needed_token(tokens) // blocks.block_tokens - blocks.first_logical_block
+        live = ids[max(0, before) :]
+    if ids.size and (ids.min() < 0 or np.unique(live).size != live.size):
         yield Refusal(f"{field}.ids", "with a block twice or a negative id", "each block once")
     if blocks.block_tokens is None:
         yield from _slot_refusals(field, blocks, need, ids.size)

@@ -79,6 +79,10 @@ class Ledger:
         self._sessions[session.transfer] = session
         return session
 
+    def lend_again(self, session: Session) -> None:
+        """A push covers fewer tokens than were reserved. Raises LocalError, InputError."""
+        self._lent.lend_again(session)
+
     def find(self, transfer: bytes) -> Session | None:
         """The session, while it lasts."""
         return self._sessions.get(transfer)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import InputError, LocalError
-from kvferry.layout import GroupLayout, LayerKind, PoolLayout
+from kvferry.errors import InputError, KVFerryError, LocalError
+from kvferry.layout import BlockTable, GroupLayout, LayerKind, PoolLayout
 
 if TYPE_CHECKING:
     from kvferry.transfer.session import Session
@@ -40,14 +40,8 @@ class LentBlocks:
         Raises LocalError, and notes nothing, when a block that it writes is another's, or when one
         that it holds is being written; InputError when groups that share their blocks share one here.
         """
-        parts = [
-            _parts(group, table.first_block, np.asarray(table.ids, np.int64), session.held.tokens)
-            for group, table in zip(self._groups, session.tables, strict=True)
-        ]
-        if self._shares:
-            parts = [self._as_one(parts)]
-        loan = _Loan(session.request_id, session.together, *(list(part) for part in zip(*parts, strict=True)))
-        for group, (written, held) in enumerate(parts):
+        loan = self._loan(session)
+        for group, (written, held) in enumerate(zip(loan.written, loan.held, strict=True)):
             if self._writers[group][written].any() or self._holders[group][written].any():
                 self._check(loan, group, written, held_too=True)
             if self._writers[group][held].any():
@@ -55,21 +49,53 @@ class LentBlocks:
         self._count(loan, 1)
         self._lent[session.transfer] = loan
 
+    def lend_again(self, session: Session) -> None:
+        """The transfer covers fewer tokens than when it was lent its blocks, so a window begins earlier.
+
+        Raises as ``lend``; then what was lent before stays lent.
+        """
+        before = self._lent.pop(session.transfer, None)
+        if before is None:
+            return
+        self._count(before, -1)
+        try:
+            self.lend(session)
+        except KVFerryError:
+            self._count(before, 1)
+            self._lent[session.transfer] = before
+            raise
+
+    def _loan(self, session: Session) -> _Loan:
+        parts = [
+            _parts(group, table, session.tokens, session.held.tokens)
+            for group, table in zip(self._groups, session.tables, strict=True)
+        ]
+        if self._shares:
+            parts = [self._as_one(parts)]
+        return _Loan(session.request_id, session.together, *(list(part) for part in zip(*parts, strict=True)))
+
     def _as_one(
         self, parts: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of groups in the same memory: what all of them write, each block once, and what they hold."""
+        # A group's own table may name a block twice where nothing is live; that is one group's all the same.
+        parts = [(np.unique(written), np.unique(held)) for written, held in parts]
         written, held = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
         ids, counts = np.unique(written, return_counts=True)
-        twice = ids[counts > 1]
-        if not len(twice):
-            twice = np.intersect1d(written, held)
+        twice = np.union1d(ids[counts > 1], np.intersect1d(ids, held))
         if len(twice):
+            block = int(twice[0])
+            named = [
+                repr(group.name)
+                for group, used in zip(self._groups, parts, strict=True)
+                if any(block in ids for ids in used)
+            ]
             raise InputError(
-                f"tables: block {int(twice[0])} is given to two groups, which lie in the same memory",
-                next_step="allocate each group's blocks of a request apart",
+                f"tables: block {block} is in the tables of groups {' and '.join(named)}, "
+                "whose blocks are one shared memory",
+                next_step="give each block of a request to one group",
             )
-        return written, np.unique(held)
+        return ids, np.unique(held)
 
     def give_back(self, transfer: bytes) -> None:
         """The transfer writes no more; nothing happens if it never did, or gave back before."""
@@ -112,14 +138,18 @@ class _Loan:
 
 
 def _parts(
-    group: GroupLayout, first_block: int, ids: NDArray[np.int64], held_tokens: int
+    group: GroupLayout, table: BlockTable, tokens: int, held_tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Blocks of a table that are written, and those of a held prefix (of groups that keep every token).
 
-    What a table names beyond the pool is no block: if it is needed, the plan refuses the table.
+    What a table names before a window's tail may stand for blocks that were let go of: none of them is
+    touched. What it names beyond the pool is no block: if it is needed, the plan refuses the table.
     """
-    ids = ids[(ids >= 0) & (ids < group.num_blocks)]
-    if group.block_size is None or group.window is not None or group.kind is LayerKind.CROSS:
-        return ids, ids[:0]
-    border = max(0, held_tokens // group.block_size - first_block)
-    return ids[border:], ids[:border]
+    ids = np.asarray(table.ids, np.int64)
+    border, is_held = 0, False
+    if group.block_size is not None and group.kind is not LayerKind.CROSS:
+        is_held = group.window is None
+        first = held_tokens if is_held else group.first_live_token(tokens)
+        border = max(0, first // group.block_size - table.first_block)
+    written, before = (part[part < group.num_blocks] for part in (ids[border:], ids[:border]))
+    return written, before if is_held else before[:0]

@@ -124,12 +124,15 @@ class Node:
 
     def check_before_move(self, session: Session) -> None:
         """At decode, before a byte moves; raises what does not hold."""
+        reserved = session.tokens
         attempt = before_move(
             session,
             self.config.requirements,
             self.ledger.was_visible(session.transfer),
             self.ledger.newest_attempt(session.request_id),
         )
+        if session.tokens < reserved:
+            self.ledger.lend_again(session)
         self.ledger.note_attempt(session.request_id, attempt)
 
     def check_after_move(self, session: Session, exported: DigestTable, arrived: DigestTable) -> None:
