@@ -85,6 +85,10 @@ def speed(result: dict[str, Any]) -> list[str]:
         f"{result['repeat']} turns, each case beside what it is compared with; median, least and most",
         f"of the turns, bytes compared. Load meanwhile: {load}.",
         "",
+        "With digests (xxh3) prefill sums a push twice inside this time: when a part is given, and at",
+        "commit, which finds what its engine wrote after it had moved. A pull's offer is summed once,",
+        "before.",
+        "",
         "| case | how | must | seen | whole handoff | |",
         "| --- | --- | --- | --- | --- | --- |",
     ]

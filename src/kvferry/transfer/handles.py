@@ -74,7 +74,11 @@ class Move:
 
 
 class Push:
-    """Prefill's side of a push that is under way: parts, then one commit."""
+    """Prefill's side of a push that is under way: parts, then one commit.
+
+    With integrity each part is summed when it is given and once more at commit: a part that was written
+    after it had moved passes every other check, and is refused by the second sum.
+    """
 
     def __init__(
         self,
