@@ -18,7 +18,7 @@ from conftest import wait_until
 from kvferry.errors import InputError, KVFerryError, LocalError, PeerError, TransportError
 from kvferry.testing.transport_fixture import check_error
 from kvferry.testing.transport_pair import WAIT_SECONDS, TransportPair
-from kvferry.transport import listening, tcp_sealed
+from kvferry.transport import library, listening, tcp_sealed
 from kvferry.transport.base import Transport
 from kvferry.transport.certificates import init_authority, issue
 from kvferry.transport.channel import Channel
@@ -182,6 +182,33 @@ def test_a_peer_with_a_wrong_name_is_refused_by_either_side(
         assert isinstance(error, PeerError)
         assert "the peer refuses this side: the peer's certificate is for decode-1" in error.message
         check_error(error)
+
+
+def test_a_side_that_may_not_move_payload_there_says_so_to_the_other(
+    pair: TransportPair, dropped: Dropped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library's payload is plain whatever kvferry's own connection is: who refuses that tells the peer."""
+    monkeypatch.setattr(library, "stays_here", lambda _: False)
+
+    class Careful(SealedTcpTransport):
+        _check_way = library.LibraryTransport._check_way
+
+    why = "tcp moves payload in plain, and this endpoint does so on this host only"
+    memory = create_shared(4096)
+    careful = Careful(memory, pair.connecting.guard)
+    with pytest.raises(InputError, match=why):
+        pair.loop.run(careful.connect(pair.listener.address, WAIT_SECONDS))
+    assert "the peer refuses this side: " in dropped()
+    assert why in dropped()
+    listener = pair.loop.run(careful.listen(LOOPBACK, pair.accepted.put))
+    error = refused(pair, listener.address, NODE)
+    assert isinstance(error, PeerError)
+    assert error.message.startswith("the peer refuses this side: ")
+    assert why in error.message
+    assert "at the peer" in error.next_step
+    check_error(error)
+    pair.loop.run(listener.close())
+    memory.close()
 
 
 @pytest.mark.parametrize("wanted", ["decode-1", "DECODE-*", "*"])

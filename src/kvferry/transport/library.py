@@ -184,9 +184,13 @@ class LibraryTransport(TcpTransport):
         return super()._connection(sock, peer, address, open_channel, sealing)
 
     def _check_payload(self, sock: socket.socket, address: Address, open_channel: OpenChannel | None) -> None:
+        """As ``_check_way``, whether the connection is sealed or not."""
+        self._check_way(sock, address, is_ours=open_channel is None)
+
+    def _check_way(self, sock: socket.socket, address: Address, *, is_ours: bool) -> None:
         """Raise InputError where payload in plain may not cross the network."""
-        is_ours = open_channel is None and address.options.get("plain") == "yes"
-        if not (stays_here(sock.getpeername()) or is_ours or self.security.plain is Plain.ANYWHERE):
+        is_said = is_ours and address.options.get("plain") == "yes"
+        if not (stays_here(sock.getpeername()) or is_said or self.security.plain is Plain.ANYWHERE):
             raise InputError(
                 f"address: {address}: {self.scheme} moves payload in plain, and this endpoint does so on "
                 "this host only; where the whole network is trusted, allow plain traffic anywhere"

@@ -221,6 +221,12 @@ class TcpTransport(SocketTransport):
             ) from error
         return self.security.identity
 
+    def _check_way(self, sock: socket.socket, address: Address, *, is_ours: bool) -> None:
+        """Raise InputError where payload may not go the way that this transport has to the peer.
+
+        ``is_ours``: the address is where this side listens. The peer is told.
+        """
+
     # Connecting.
 
     async def _connect_plain(self, sock: socket.socket, place: Place, address: Address) -> Connection:
@@ -243,7 +249,13 @@ class TcpTransport(SocketTransport):
             return await sealing.open_channel(data, role)
 
         try:
-            sealing = await open_connection(sock, identity, parse_host_port(address)[0], str(address))
+            sealing = await open_connection(
+                sock,
+                identity,
+                parse_host_port(address)[0],
+                str(address),
+                lambda: self._check_way(sock, address, is_ours=False),
+            )
         except OSError as error:
             raise cannot_connect(str(address), error) from error
         connection = self._connection(sock, str(address), address, open_channel, sealing)
@@ -289,7 +301,9 @@ class TcpTransport(SocketTransport):
     ) -> None:
         from kvferry.transport.tcp_sealed import begin_accepted  # noqa: PLC0415 - an extra
 
-        sealing, word = await begin_accepted(sock, identity, peer)
+        sealing, word = await begin_accepted(
+            sock, identity, peer, lambda: self._check_way(sock, bound, is_ours=True)
+        )
         connection = self._connection(sock, peer, bound, None, sealing)
         async with given_up_on_failure(connection):
             self._accepted[sealing.keys.id] = connection

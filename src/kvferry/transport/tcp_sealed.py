@@ -18,7 +18,7 @@ import itertools
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -43,6 +43,8 @@ _WORD = struct.Struct(f"<4sBxxxI{SECRET_NBYTES}s")
 _JOIN = struct.Struct(f"<Q{PROOF_NBYTES}s")
 _MAGIC = b"KVFP"
 _SECRET, _REFUSED = 1, 2
+
+Admit = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,35 +76,46 @@ class Sealing:
         return Channel(sock, self.keys.seals(number, role, self.peer, is_opener=False))
 
 
-async def open_connection(sock: socket.socket, identity: Identity, host: str, peer: str) -> Sealing:
-    """Opener: from a fresh socket to keys. Raises PeerError, LocalError, TransportError, OSError."""
+async def open_connection(
+    sock: socket.socket, identity: Identity, host: str, peer: str, admit: Admit
+) -> Sealing:
+    """Opener: from a fresh socket to keys. Raises PeerError, LocalError, TransportError, OSError.
+
+    ``admit``: raises what else this side has against the peer, which is told so.
+    """
     tls = TlsStream(identity, peer, host=host)
     await write_greeting(sock, Role.SEALED_CONTROL)
     role, _ = await read_greeting(sock, peer)
     if role is not Role.SEALED_CONTROL:
         raise wrong_kind(role, peer)
     await tls.handshake(sock)
-    secret = await _introduce(tls, sock)
+    secret = await _introduce(tls, sock, admit)
     await tls.send(sock, _WORD.pack(_MAGIC, _SECRET, 0, secret))
     theirs = await _hear_secret(tls, sock, peer)
     return Sealing(tls, ConnectionKeys(secret, theirs), peer)
 
 
-async def begin_accepted(sock: socket.socket, identity: Identity, peer: str) -> tuple[Sealing, bytes]:
-    """Acceptor: from the greeting to keys; and the words to send once the connection can be joined."""
+async def begin_accepted(
+    sock: socket.socket, identity: Identity, peer: str, admit: Admit
+) -> tuple[Sealing, bytes]:
+    """Acceptor: from the greeting to keys; and the words to send once the connection can be joined.
+
+    ``admit`` and errors as in ``open_connection``.
+    """
     tls = TlsStream(identity, peer, host=None)
     await write_greeting(sock, Role.SEALED_CONTROL)
     await tls.handshake(sock)
-    secret = await _introduce(tls, sock)
+    secret = await _introduce(tls, sock, admit)
     theirs = await _hear_secret(tls, sock, peer)
     return Sealing(tls, ConnectionKeys(theirs, secret), peer), _WORD.pack(_MAGIC, _SECRET, 0, secret)
 
 
-async def _introduce(tls: TlsStream, sock: socket.socket) -> bytes:
+async def _introduce(tls: TlsStream, sock: socket.socket, admit: Admit) -> bytes:
     """This side's secret, if the peer is one that it wants; else the peer is told why not."""
     try:
         tls.check_names()
-    except PeerError as error:
+        admit()
+    except KVFerryError as error:
         reason = encode_reason(error)
         await tls.send_last(sock, _WORD.pack(_MAGIC, _REFUSED, len(reason), bytes(SECRET_NBYTES)) + reason)
         raise
@@ -126,13 +139,16 @@ async def _hear_secret(tls: TlsStream, sock: socket.socket, peer: str) -> bytes:
 
 def _refused(reason: bytes, peer: str) -> KVFerryError:
     try:
-        said = msgspec.msgpack.decode(reason, type=ErrorRecord).message
+        said = msgspec.msgpack.decode(reason, type=ErrorRecord)
     except msgspec.DecodeError:
-        said = "it gives no reason that can be read"
+        said = ErrorRecord("peer", "it gives no reason that can be read")
+    next_step = "see the names in this side's certificate, and which names the peer takes"
+    if said.kind != PeerError.kind:  # it has nothing against this side, but a rule of its own
+        next_step = "change that at the peer, or use another transport"
     return PeerError(
-        f"the peer refuses this side: {said}",
+        f"the peer refuses this side: {said.message}",
         phase="connect",
         peer=peer,
         now_true="nothing is held",
-        next_step="see the names in this side's certificate, and which names the peer takes",
+        next_step=next_step,
     )

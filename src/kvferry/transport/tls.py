@@ -59,6 +59,7 @@ class TlsStream:
             server_hostname=None if host is None else host.partition("%")[0],
         )
         self.peer_names: tuple[str, ...] = ()
+        self._doing = "during"
 
     async def handshake(self, sock: socket.socket) -> None:
         """Both sides prove who they are. Raises PeerError, LocalError, TransportError: by whose fault it is.
@@ -77,6 +78,7 @@ class TlsStream:
                 await self._farewell(sock)
                 raise self._failure(error) from error
         await self._flush(sock)
+        self._doing = "after"
         self.peer_names = _names((self._ssl.getpeercert() or {}).get("subjectAltName", ()))
 
     def check_names(self) -> None:
@@ -152,7 +154,7 @@ class TlsStream:
     async def _fill(self, sock: socket.socket) -> None:
         data = await asyncio.get_running_loop().sock_recv(sock, _READ_NBYTES)
         if not data:
-            raise ConnectionResetError("the peer hung up during the TLS handshake")
+            raise ConnectionResetError(f"the peer hung up {self._doing} the TLS handshake without a reason")
         self._incoming.write(data)
 
     async def _farewell(self, sock: socket.socket) -> None:
