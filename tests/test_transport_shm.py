@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from conftest import wait_until
 from kvferry.errors import PeerError, TransportError
 from kvferry.layout import BlockTable, PoolLayout, copy_plan
 from kvferry.testing.guards import ScriptedGuard
@@ -16,6 +18,7 @@ from kvferry.testing.plans import expected_digests, make_plan, random_plan
 from kvferry.testing.transport_pair import WAIT_SECONDS, LoopThread, TransportPair
 from kvferry.transport import shm, shm_offer
 from kvferry.transport.base import Connection, Direction, Memory
+from kvferry.transport.greeting import Role
 from kvferry.transport.memory import create_shared, private
 from kvferry.transport.shared_copy import copy_strided
 from kvferry.transport.shm import ShmTransport
@@ -129,6 +132,29 @@ def test_a_path_that_was_asked_for_must_be_there() -> None:
     loop.close()
 
 
+def test_a_path_that_the_listening_side_asks_for_in_vain_is_told_to_both(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """``?path=cma`` where the peer's pool is shared with its engine: who connects hears why, as the log does.
+
+    A TransportError: another way to that peer may do.
+    """
+    caplog.set_level("INFO", "kvferry")
+    loop, memory = LoopThread(), create_shared(POOL_NBYTES)
+    shared_with_an_engine = replace(memory, owner_pid=os.getppid())
+    listener = loop.run(
+        ShmTransport(memory, ScriptedGuard()).listen(f"{shm_address()}?path=cma", lambda _connection: None)
+    )
+    why = "path=cma reads a process's own memory, and this one is shared with a third process"
+    for asked in (listener.address, listener.address.partition("?")[0]):
+        with pytest.raises(TransportError, match=f"the peer refuses this side: .*{why}"):
+            loop.run(ShmTransport(shared_with_an_engine, ScriptedGuard()).connect(asked, WAIT_SECONDS))
+    wait_until(lambda: caplog.text.count("dropped a peer: no way to read the peer's memory") == 2)
+    loop.run(listener.close())
+    loop.close()
+    memory.close()
+
+
 def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's word about the peer's user decides, at both sides."""
     loop, memory = LoopThread(), create_shared(POOL_NBYTES)
@@ -183,7 +209,7 @@ def memfd(nbytes: int, seals: int = 0) -> int:
     ],
 )
 def test_a_bad_offer_is_dropped_with_its_descriptors(message: bytes, sizes: list[int]) -> None:
-    """A peer that lies about its memory is hung up on, and every descriptor that it passed is closed."""
+    """A peer that lies about its memory is refused, and every descriptor that it passed is closed."""
     pair = shm_pair(create_shared(POOL_NBYTES), create_shared(POOL_NBYTES))
     still_serves(pair)
     fds = [memfd(4096, fcntl.F_SEAL_SHRINK if nbytes < 4096 else 0) for nbytes in sizes]
@@ -194,7 +220,7 @@ def test_a_bad_offer_is_dropped_with_its_descriptors(message: bytes, sizes: list
     with raw_socket(pair.listener.address) as sock:
         sock.sendall(greet(1))
         socket.send_fds(sock, [message], fds)
-        assert read_to_end(sock) == b""
+        assert read_to_end(sock).startswith(greet(Role.REFUSED))
     assert len(os.listdir("/proc/self/fd")) == before
     for fd in fds:
         os.close(fd)

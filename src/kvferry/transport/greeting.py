@@ -2,6 +2,7 @@
 
 The side that connects greets. A control socket is answered with the connection's token, 16
 random bytes; whoever opens a data channel shows it, so a channel joins only its own connection.
+A peer with whom there can be no connection is answered REFUSED, and why: length, reason.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from kvferry.errors import DeadlineError, PeerError, TransportError
+import msgspec
+
+from kvferry.errors import DeadlineError, ErrorRecord, KVFerryError, PeerError, TransportError
+from kvferry.transport.wire import MAX_REASON_NBYTES, encode_reason
 
 __all__ = [
     "GREETING_SECONDS",
@@ -25,6 +29,9 @@ __all__ = [
     "join",
     "read_exactly",
     "read_greeting",
+    "read_refusal",
+    "refused",
+    "tell_refused",
     "write_greeting",
     "wrong_kind",
 ]
@@ -35,6 +42,7 @@ TOKEN_NBYTES = 16
 _GREETING = struct.Struct(f"<7sBB{TOKEN_NBYTES}s")
 _MAGIC = b"KVFERRY"
 _VERSION = 1
+_REASON = struct.Struct("<I")
 
 
 class Role(enum.IntEnum):
@@ -50,6 +58,7 @@ class Role(enum.IntEnum):
     SEALED_SERVES = 7
     NEEDS_TLS = 8
     IS_PLAIN = 9
+    REFUSED = 10
 
 
 async def join(sock: socket.socket, role: Role, token: bytes, peer: str, more: bytes = b"") -> None:
@@ -76,6 +85,20 @@ async def read_greeting(sock: socket.socket, peer: str) -> tuple[Role, bytes]:
     if magic != _MAGIC or version != _VERSION or role not in set(Role):
         raise _not_a_greeting(repr(data[:8]), peer)
     return Role(role), token
+
+
+async def tell_refused(sock: socket.socket, error: KVFerryError) -> None:
+    """Answer a greeting with why nothing comes of it; a peer that is gone need not hear it."""
+    reason = encode_reason(error)
+    with contextlib.suppress(OSError):
+        await write_greeting(sock, Role.REFUSED, more=_REASON.pack(len(reason)) + reason)
+
+
+async def read_refusal(sock: socket.socket, peer: str) -> KVFerryError:
+    """What stands behind REFUSED. Raises OSError."""
+    (nbytes,) = _REASON.unpack(await read_exactly(sock, _REASON.size))
+    reason = await read_exactly(sock, nbytes) if nbytes <= MAX_REASON_NBYTES else b""
+    return refused(reason, peer, "change that at either side, or use another transport")
 
 
 async def read_exactly(sock: socket.socket, nbytes: int) -> bytes:
@@ -142,6 +165,25 @@ def wrong_kind(role: Role, peer: str) -> PeerError:
         ),
     )
     return PeerError(said, phase="connect", peer=peer, now_true="nothing is held", next_step=next_step)
+
+
+def refused(reason: bytes, peer: str, next_step: str) -> KVFerryError:
+    """The error for a peer that said, as ``encode_reason``, why it wants no connection.
+
+    TransportError where it has nothing against this side, but there is no connection this way.
+    """
+    try:
+        said = msgspec.msgpack.decode(reason, type=ErrorRecord)
+    except msgspec.DecodeError:
+        said = ErrorRecord(PeerError.kind, "it gives no reason that can be read")
+    kind = PeerError if said.kind == PeerError.kind else TransportError
+    return kind(
+        f"the peer refuses this side: {said.message}",
+        phase="connect",
+        peer=peer,
+        now_true="nothing is held",
+        next_step=next_step,
+    )
 
 
 def _not_a_greeting(what: str, peer: str) -> PeerError:

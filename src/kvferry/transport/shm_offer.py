@@ -111,6 +111,12 @@ def source_for(offer: Offer, wanted: str | None, peer: str) -> Source:
             raise _no_way(f"its memory cannot be mapped: {error.strerror}", peer) from error
     if wanted == "mapped":
         raise _no_way("its memory is private and cannot be mapped", peer)
+    if offer.pid is None and offer.fd is not None:
+        raise _no_way(
+            "path=cma reads a process's own memory, and this one is shared with a third process",
+            peer,
+            "leave path=cma out of the address",
+        )
     if offer.pid is None:
         raise _no_way("its memory belongs to a third process and has no descriptor", peer)
     _probe(offer, offer.pid, peer)
@@ -183,11 +189,13 @@ def _lent(fd: int | None) -> Iterator[list[int]]:
         os.close(lent)
 
 
-def _no_way(reason: str, peer: str) -> TransportError:
+def _no_way(
+    reason: str, peer: str, next_step: str = "put the peer's pool into shared memory, or use tcp"
+) -> TransportError:
     return TransportError(
         f"no way to read the peer's memory: {reason}",
         phase="connect",
         peer=peer,
         now_true="nothing was read",
-        next_step="put the peer's pool into shared memory, or use tcp",
+        next_step=next_step,
     )

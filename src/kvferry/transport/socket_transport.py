@@ -1,7 +1,8 @@
 """How two sides of a socket transport become a connection, whatever the kind of socket.
 
     connecting side: greeting, what it says of itself -> accepting side
-    accepting side:  builds its connection, then the token, what it says of itself -> connecting side
+    accepting side:  builds its connection, then the token, what it says of itself -> connecting side;
+                     or REFUSED, and why it cannot
     connecting side: builds its connection, opens the first data channels with the token
 
 The token goes out last, so a data channel always finds its connection.
@@ -27,6 +28,8 @@ from kvferry.transport.greeting import (
     Role,
     cannot_connect,
     read_greeting,
+    read_refusal,
+    tell_refused,
     write_greeting,
     wrong_kind,
 )
@@ -69,6 +72,8 @@ class SocketTransport(Transport):
             await write_greeting(sock, Role.CONTROL)
             await self._say(sock)
             role, token[:] = await read_greeting(sock, peer)
+            if role is Role.REFUSED:
+                raise await read_refusal(sock, peer)
             if role is not Role.ACCEPTED:
                 raise wrong_kind(role, peer)
             connection = await self._hear(sock, peer, address, open_channel)
@@ -97,7 +102,11 @@ class SocketTransport(Transport):
         if role is not Role.CONTROL:
             self._attach(token, sock, role, peer)
             return
-        connection = await self._hear(sock, peer, address, None)
+        try:
+            connection = await self._hear(sock, peer, address, None)
+        except KVFerryError as error:
+            await tell_refused(sock, error)
+            raise
         async with given_up_on_failure(connection):
             token = secrets.token_bytes(TOKEN_NBYTES)
             self._accepted[token] = connection

@@ -21,11 +21,17 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import msgspec
-
-from kvferry.errors import ErrorRecord, KVFerryError, PeerError
+from kvferry.errors import KVFerryError, PeerError
 from kvferry.transport.channel import Channel
-from kvferry.transport.greeting import Role, join, read_exactly, read_greeting, write_greeting, wrong_kind
+from kvferry.transport.greeting import (
+    Role,
+    join,
+    read_exactly,
+    read_greeting,
+    refused,
+    write_greeting,
+    wrong_kind,
+)
 from kvferry.transport.seal import PROOF_NBYTES, SECRET_NBYTES, ConnectionKeys
 from kvferry.transport.security import Identity
 from kvferry.transport.socket_transport import unknown_token
@@ -127,28 +133,12 @@ async def _hear_secret(tls: TlsStream, sock: socket.socket, peer: str) -> bytes:
     if magic == _MAGIC and kind == _SECRET and nbytes == 0:
         return bytes(secret)
     if magic == _MAGIC and kind == _REFUSED and nbytes <= MAX_REASON_NBYTES:
-        raise _refused(await tls.receive(sock, nbytes), peer)
+        reason = await tls.receive(sock, nbytes)
+        raise refused(reason, peer, "see the names in this side's certificate, and what the peer allows")
     raise PeerError(
         "the peer says nothing of this protocol after TLS was set up",
         phase="connect",
         peer=peer,
         now_true="nothing is held",
         next_step="run the same kvferry on both sides",
-    )
-
-
-def _refused(reason: bytes, peer: str) -> KVFerryError:
-    try:
-        said = msgspec.msgpack.decode(reason, type=ErrorRecord)
-    except msgspec.DecodeError:
-        said = ErrorRecord("peer", "it gives no reason that can be read")
-    next_step = "see the names in this side's certificate, and which names the peer takes"
-    if said.kind != PeerError.kind:  # it has nothing against this side, but a rule of its own
-        next_step = "change that at the peer, or use another transport"
-    return PeerError(
-        f"the peer refuses this side: {said.message}",
-        phase="connect",
-        peer=peer,
-        now_true="nothing is held",
-        next_step=next_step,
     )
