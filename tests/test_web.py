@@ -249,6 +249,32 @@ def test_clients_that_neither_ask_nor_read_are_cut_off(monkeypatch: pytest.Monke
     asyncio.run(check())
 
 
+@pytest.mark.usefixtures("nothing_left")
+def test_a_client_that_stalls_within_the_tls_handshake_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Having said nothing, or a part of its hello."""
+    monkeypatch.setattr("kvferry.web.run.HANDSHAKE_SECONDS", 0.5)
+    init_authority(tmp_path)
+    identity = Identity.load(issue(tmp_path, "node", hosts=("127.0.0.1",)))
+    (tmp_path / "token").write_text(TOKEN)
+
+    async def source() -> View:
+        return View("w", 0.0, 1.0, (), None, (), Tallied(), ())
+
+    async def check() -> None:
+        page = page_options(f"{EVERYWHERE}:0", tmp_path / "token", identity)
+        async with serving_page(LivePage(source, token=TOKEN), page) as url, asyncio.timeout(20):
+            place = ("127.0.0.1", int(url.rpartition(":")[2]))
+            stalled = [await asyncio.open_connection(*place) for _ in range(2)]
+            stalled[1][1].write(b"\x16\x03\x01\x02\x00\x01\x00")
+            for reader, writer in stalled:
+                assert await _ended(reader)
+                writer.close()
+
+    asyncio.run(check())
+
+
 @pytest.mark.slow
 def test_a_frozen_transfer_process_is_told_within_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page and metrics answer nevertheless; ten that look wait for one answer, not each for its own."""

@@ -25,6 +25,8 @@ __all__ = ["PageOptions", "page_options", "serving_page"]
 _END_SECONDS = 2
 # Beyond the first a request is told so; beyond the second a connection is closed as it comes.
 _MAX_REQUESTS, MAX_CONNECTIONS = 64, 128
+# How long a client may take to begin TLS, and to end it.
+HANDSHAKE_SECONDS = 5.0
 
 
 class PageOptions(msgspec.Struct, frozen=True):
@@ -57,8 +59,27 @@ class _Server(uvicorn.Server):
         self.answers = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self.config.ssl is None:
+            await super().startup(sockets)
+        else:
+            self.servers = [await self._listen_sealed(sock) for sock in sockets or ()]
+            self.started = True
         self.answers.set()
+
+    async def _listen_sealed(self, sock: socket.socket) -> asyncio.Server:
+        """As uvicorn does it, which leaves a handshake asyncio's 60 s."""
+
+        def protocol() -> PatientProtocol:
+            return PatientProtocol(self.config, self.server_state, self.lifespan.state)
+
+        return await asyncio.get_running_loop().create_server(
+            protocol,
+            sock=sock,
+            ssl=self.config.ssl,
+            backlog=self.config.backlog,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+            ssl_shutdown_timeout=HANDSHAKE_SECONDS,
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
