@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -69,6 +71,8 @@ def test_each_transfer_of_a_lost_connection_says_its_own_name(
     first = decode.pull(tickets[0], blocks(0))
     first.result()
     freeze(prefill)
+    for _ in range(3):
+        decode.stats()  # what prefill said until then is taken in
     moves = [decode.pull(ticket, blocks(4 * n)) for n, ticket in enumerate(tickets) if n]
     wait_until(lambda: decode.stats().transfers == 4)
     os.kill(prefill._client.pid, signal.SIGKILL)
@@ -77,6 +81,7 @@ def test_each_transfer_of_a_lost_connection_says_its_own_name(
             move.result()
         assert caught.value.request_id == f"r{number}"
         assert caught.value.phase == "claiming"
+        assert "silent since before the attempt" in caught.value.next_step
     first.started()  # it has everything and needs nobody
 
 
@@ -202,6 +207,53 @@ def test_a_peer_lost_before_its_transfer_began(opened: Opened, monkeypatch: pyte
         decode.pull(ticket, blocks(0), timeout_seconds=60).result()
     assert caught.value.phase == "handshake"
     assert caught.value.request_id == "r"
+
+
+async def turns() -> None:
+    """Everything that can go on has gone on."""
+    for _ in range(9):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("handshake", [0.0, 1000.0])
+def test_a_late_call_does_not_share_an_older_attempts_failure(handshake: float) -> None:
+    """Who joins an attempt to connect when it is about to end gets one of its own; at once, all share it."""
+    begun: list[asyncio.Future[Any]] = []
+
+    class Scripted(Directory):
+        async def _connect(self, _address: str) -> Any:
+            begun.append(asyncio.get_running_loop().create_future())
+            return await begun[-1]
+
+    async def check() -> None:
+        made: dict[str, Any] = {"on_message": print, "on_lost": print}
+        timeouts, nothing = Timeouts(handshake=handshake), cast("Any", None)
+        directory = Scripted(nothing, timeouts, nothing, nothing, nothing, **made)
+        calls = []
+        for _ in range(3):
+            calls.append(asyncio.ensure_future(directory._connected("tcp://x")))
+            await turns()
+        begun[0].set_exception(no_route := TransportError("no route"))
+        await turns()
+        ended = [call.exception() if call.done() else None for call in calls]
+        if handshake:
+            assert ended == [no_route] * 3
+            assert len(begun) == 1
+            return
+        assert ended == [no_route, None, None]
+        lost, peer = (SimpleNamespace(error=error) for error in (no_route, None))
+        begun[1].set_result(peer)
+        assert await asyncio.gather(*calls[1:]) == [peer, peer]
+        assert len(begun) == 2
+        again = asyncio.ensure_future(directory._connected("tcp://y"))
+        await turns()
+        begun[2].set_result(lost)  # lost before the call that waits for it goes on
+        del directory._by_address["tcp://y"]
+        await turns()
+        begun[3].set_result(peer)
+        assert await again is peer
+
+    asyncio.run(check())
 
 
 def test_claims_that_wait_for_one_connection_say_their_own_names(opened: Opened) -> None:

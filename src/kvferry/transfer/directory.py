@@ -29,6 +29,8 @@ __all__ = ["Directory", "origin_of"]
 
 # Ranks of several workers on one host each have a connection to each rank here.
 MAX_CONNECTIONS_PER_PEER = 256
+# Who joins an attempt to connect later than this part of the handshake's time does not share its failure.
+_SHARED_PART = 0.25
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class Directory:
         self._peers: set[Peer] = set()
         self._welcoming: dict[Connection, None] = {}
         self._by_address: dict[str, asyncio.Future[Peer]] = {}
+        self._began: dict[asyncio.Future[Peer], float] = {}
         self._welcomes: set[asyncio.Task[None]] = set()
         #: By peer and transport, the seconds of a payload to compare by: see choosing.py.
         self.measured: Mapping[str, Mapping[str, float]] = {}
@@ -144,15 +147,36 @@ class Directory:
             await peer.close()
 
     async def _connected(self, address: str) -> Peer:
+        """One connection for all who ask; who joined a failing attempt late, as a retry may, gets another.
+
+        So a call never fails by what was the case, and may be mended, long before it.
+        """
+        came = asyncio.get_running_loop().time()
+        future = self._attempt(address)
+        shared_until = self._began.get(future, came) + _SHARED_PART * self._timeouts.handshake
+        try:
+            # Shielded: one caller's timeout must not end the attempt that others wait for.
+            peer = await asyncio.shield(future)
+        except (TransportError, DeadlineError):
+            if came <= shared_until:
+                raise
+        else:
+            if peer.error is None:
+                return peer
+        return await asyncio.shield(self._attempt(address))
+
+    def _attempt(self, address: str) -> asyncio.Future[Peer]:
+        """The connection that there is, or is being made; else a new attempt."""
         future = self._by_address.get(address)
         if future is None:
             future = asyncio.ensure_future(self._connect(address))
             self._by_address[address] = future
+            self._began[future] = asyncio.get_running_loop().time()
             future.add_done_callback(lambda done: self._forget_failed(address, done))
-        # Shielded: one caller's timeout must not end the attempt that others wait for.
-        return await asyncio.shield(future)
+        return future
 
     def _forget_failed(self, address: str, done: asyncio.Future[Peer]) -> None:
+        del self._began[done]
         if (done.cancelled() or done.exception() is not None) and self._by_address.get(address) is done:
             del self._by_address[address]
 

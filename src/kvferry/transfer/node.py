@@ -52,6 +52,10 @@ _EVENTS: dict[type[m.TransferMessage], Event] = {
 }
 _BUSY_RETRY_MS = 50
 _ELSEWHERE = "see whether the peer's process lives; try another worker, or recompute the request"
+_AGAIN = (
+    "this connection had been silent since before the attempt, and a new attempt makes a new one: "
+    "try again, try another worker, or recompute the request"
+)
 
 
 class Node:
@@ -147,7 +151,7 @@ class Node:
         error = error.retold(next_step=_ELSEWHERE)  # a transport's word is about the connection
         for session in self.ledger:
             if session.peer is peer:
-                session.fail(error, Event.PEER_LOST)
+                session.fail(error.retold(next_step=_AGAIN) if session.is_unheard else error, Event.PEER_LOST)
 
     def _message(self, peer: Peer, message: m.TransferMessage) -> None:
         if isinstance(message, m.Claim):

@@ -132,7 +132,7 @@ class Peer:
         self.chosen = ""  # why this address, where that was left to this side
         self.passed_over: tuple[str, ...] = ()  # which better ones did not work then, and why
         self._loop = asyncio.get_running_loop()
-        self._heard = self._said = self._loop.time()
+        self.heard = self._said = self._loop.time()  # ``heard``: when it said something last
         self._tasks = [
             asyncio.ensure_future(task) for task in (self._read_all(), self._write_all(), self._watch())
         ]
@@ -172,7 +172,7 @@ class Peer:
         try:
             while True:
                 message = decode(await self.connection.receive())
-                self._heard = self._loop.time()
+                self.heard = self._loop.time()
                 if isinstance(message, Hello | Accept | Refuse):
                     raise PeerError(f"{type(message).__name__} after the handshake")
                 if not isinstance(message, Heartbeat):
@@ -196,7 +196,7 @@ class Peer:
         Silence for ``lost`` seconds is loss; the handshake saw to it that a beat fits in twice.
         """
         limit, beat = self._timeouts.lost, self._timeouts.heartbeat
-        while (quiet := self._loop.time() - self._heard) < limit:
+        while (quiet := self._loop.time() - self.heard) < limit:
             if self._loop.time() - self._said >= beat:
                 self.post(Heartbeat())
             await asyncio.sleep(max(0.0, min(limit - quiet, self._said + beat - self._loop.time())))

@@ -307,6 +307,12 @@ class Session:
         return "" if self.peer is None else self.peer.name
 
     @property
+    def is_unheard(self) -> bool:
+        """This side claims, and the peer's connection has said nothing since before."""
+        claims = self.machine.phase is Phase.CLAIMING
+        return claims and self.peer is not None and self.peer.heard < self._born
+
+    @property
     def _is_safe(self) -> bool:
         """Everything is decode's, whatever its peer does now."""
         return self.role is Role.DECODE and self.machine.phase in _SAFE_AT_DECODE
