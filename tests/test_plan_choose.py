@@ -17,7 +17,7 @@ from kvferry.plan.candidate import Kind
 from kvferry.plan.choose import PlanResult, demand_of, make_plan
 from kvferry.plan.cluster import Cluster, build_cluster
 from kvferry.plan.cluster_file import parse_cluster
-from kvferry.plan.compute import DecodeLaw, PrefillLaw
+from kvferry.plan.compute import DecodeLaw, MeasuredRange, PrefillLaw
 from kvferry.plan.explain_plan import explain_plan
 from kvferry.plan.fleet import EngineRules, Fleet, Instance, Role, Spot
 from kvferry.plan.goodput import at_rate, find_goodput, rows_at_rate
@@ -287,6 +287,26 @@ def test_an_unmeasured_link_marks_its_rows() -> None:
     assert not result.is_promise
     assert "nobody measured" in " ".join(result.reason)
     assert any("links.rack" in warning for warning in result.warnings)
+
+
+def test_prompts_far_beyond_a_profile_mark_its_rows() -> None:
+    """Of 1,200 tokens where none above 290 was measured: marked, no promise, and the reason says why."""
+    short = MeasuredRange(100, 290, 64)
+    made = build_cluster(
+        parse_cluster(CLUSTER.replace(', "splitwise-llama2-70b-h100-tp8"', ""), "c.toml"),
+        LLAMA_70B,
+        open_links=load_links,
+        open_profile=lambda name, _: replace(public_profile(name), covers=short),
+        payload_tokens=2000,
+    )
+    rows = [TraceRow(0.1 * n, 1200, 20) for n in range(60)]
+    result = make_plan(made, rows, 10.0, PlanOptions(requests=60, max_gpus=16))
+    ran = [row for row in result.rows if row.at_goodput is not None]
+    assert ran
+    assert not any(row.is_measured for row in ran)
+    assert not result.is_promise
+    assert "far beyond those that its profile was measured at" in " ".join(result.reason)
+    assert "nobody measured" not in " ".join(result.reason)
 
 
 def test_a_slow_link_rejects_what_goes_over_it() -> None:

@@ -16,8 +16,8 @@ from kvferry.cli import run
 from kvferry.link import FAR, ConditionFit, Knee, LinkFit, LinkProfile, Mode, Span, Spread
 from kvferry.link.draw import draw_seconds
 from kvferry.link.load import encode_links
-from kvferry.plan.check import Verdict, answer, link_service
-from kvferry.plan.compute import DecodeLaw, PrefillLaw
+from kvferry.plan.check import Binding, Verdict, answer, link_service
+from kvferry.plan.compute import DecodeLaw, MeasuredRange, PrefillLaw
 from kvferry.plan.fleet import EngineRules, Fleet, Instance, Role, Spot
 from kvferry.plan.flips import flips
 from kvferry.plan.handoff import Way, handoff_service, link_time
@@ -298,6 +298,46 @@ def test_a_run_whose_handoffs_are_too_far_is_an_estimate() -> None:
         found = simulate(fleet(TierCost(fit)), rows, PAYLOAD)
         assert found.handoffs_too_far == long
         assert found.is_measured is measured
+
+
+def test_a_prompt_far_beyond_the_profile_is_unknown() -> None:
+    """Up to 4 times the longest prompt measured it holds, with a warning; beyond it is unknown, unless what
+    is known breaks the promise by itself. The same for the batch of the first decode step.
+    """
+    compute = profile(covers=MeasuredRange(100, 1000, 8))
+    for tokens, batch, verdict in (
+        (4000, 32, Verdict.HOLDS),
+        (4001, 32, Verdict.UNKNOWN),
+        (4000, 33, Verdict.UNKNOWN),
+    ):
+        asked = promise(prefill=compute, prompt_tokens=tokens, decode_batch=batch, target_seconds=10.0)
+        found = answer(asked)
+        assert found.verdict is verdict
+        assert found.ttft_seconds is not None
+        if verdict is Verdict.HOLDS:
+            assert any("outside" in warning for warning in found.warnings)
+            continue
+        assert "more than 4 times" in found.unknown[0]
+        assert found.binding is Binding.UNKNOWN_PREFILL
+        assert not any("outside" in warning for warning in found.warnings)
+        # 4,000 tokens take 410 ms of prefill, with the first step more.
+        assert answer(replace(asked, target_seconds=0.41)).verdict is Verdict.DOES_NOT_HOLD
+        assert answer(replace(asked, target_seconds=0.45)).verdict is Verdict.UNKNOWN
+
+
+def test_a_run_whose_prompts_or_batches_are_too_far_is_an_estimate() -> None:
+    """More than 1 % of the prompts, or of the requests in a batch, beyond what their profile reaches."""
+    for long, crowd, of_compute in ((1, 0, True), (10, 0, False), (0, 10, False)):
+        quick = replace(QUICK, covers=MeasuredRange(1, 1000, 2))
+        system = fleet(TierCost(link().fits[0].fit))
+        instances = tuple(replace(instance, profile=quick) for instance in system.instances)
+        rows = [TraceRow(10.0 * n, 4001 if n < long else 1000, 2) for n in range(200)]
+        rows += [TraceRow(1e4, 1000, 10**6) for _ in range(crowd and crowd + 8)]
+        found = simulate(replace(system, instances=instances), rows, PAYLOAD)
+        assert found.prompts_too_far == long
+        assert found.batches_too_far == crowd
+        assert found.is_link_measured
+        assert found.is_compute_measured is found.is_measured is of_compute
 
 
 COSTS = st.tuples(st.floats(0, 0.02), st.floats(0, 1e-5), st.floats(2e9, 1e11))

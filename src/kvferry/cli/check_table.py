@@ -42,7 +42,7 @@ def print_json(
         "binding": found.binding,
         "flips": turned,
         "unknown": found.unknown,
-        "is_measured": found.transfer.unknown is None,
+        "is_measured": found.transfer.unknown is None and found.is_within_profile,
         "prompt_tokens": promise.prompt_tokens,
         "cached_tokens": promise.cached_tokens,
         "wire_bytes": found.payload.nbytes,
@@ -150,7 +150,7 @@ def _mark(seconds: float, longest: float) -> str:
 def _verdict_line(found: Answer) -> str:
     if found.unknown and found.verdict is Verdict.DOES_NOT_HOLD:
         over = found.split.without_link - found.target_seconds
-        if over > 0:
+        if over > 0 and found.is_within_profile:
             return f"{found.verdict}: {_time(over)} too long without any link; binding: {found.binding}"
         return f"{found.verdict}: too long already as far as was measured; binding: {found.binding}"
     if found.slack_seconds is None:

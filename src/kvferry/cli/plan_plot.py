@@ -24,6 +24,8 @@ def draw_plan(picture: Picture, result: PlanResult) -> None:
         hatch = None if row.is_measured else "///"
         axes.barh(at, row.goodput_per_gpu or 0.0, color=colour, hatch=hatch, edgecolor="white")
     axes.set_yticks(range(len(rows)), [row.candidate.name for row in rows], fontsize=8)
-    axes.set_xlabel("good requests a second per GPU\noutline: bound by means; hatched: unmeasured link")
+    axes.set_xlabel(
+        "good requests a second per GPU\noutline: bound by means; hatched: unmeasured link or compute"
+    )
     axes.grid(visible=True, axis="x", alpha=0.3)
     picture.save(figure)

@@ -166,6 +166,8 @@ def _table(result: PlanResult) -> Table:
 def _cells(row: PlanRow, *, chosen: bool) -> list[str]:
     run = row.at_goodput
     note = row.note or ("" if row.is_measured else "unmeasured")
+    if run is not None and not row.note and not run.is_compute_measured:
+        note = "beyond its profile" if run.is_link_measured else "unmeasured, beyond its profile"
     mark = "-> " if chosen else "   "
     cells = [mark + row.candidate.name, str(row.candidate.num_gpus)]
     if run is None:

@@ -38,10 +38,14 @@ def print_tables(scenarios: Sequence[Scenario], results: Sequence[Result]) -> No
         of = sum(result.handoffs for result in results)
         said = f"{far:,} of {of:,} handoffs have more than {FAR} times the bytes or pieces that were measured"
         print(f"kvferry: {said} on their link; probe it with such a payload", file=sys.stderr)
+    beyond = sum(result.prompts_too_far + result.batches_too_far for result in results)
+    if beyond:
+        said = f"prompts or batches are more than {FAR} times those that a compute profile was measured at"
+        print(f"kvferry: {beyond:,} {said}; measure it with such", file=sys.stderr)
     if not all(result.is_measured for result in results):
         why = (
             "a link that was used is unmeasured"
-            if not far
+            if not far and not beyond
             else "that is more than 1 %, or a link is unmeasured"
         )
         print(f"kvferry: {why}: these times are estimates", file=sys.stderr)

@@ -7,8 +7,9 @@ Where a rate is given, waits are quantiles behind a trace's own arrivals, or of 
 service time has the mean and the deviation of its measured spread (behind a trace's own arrivals it is
 drawn so, lognormal, always the same draw), so its load is the mean times the rate. The parts
 are added at the same quantile, which promises no less than the quantile of the sum. A link that nobody
-measured, or a prefill that nobody timed, gives "unknown" with an estimate that is marked as one; but where
-the parts that are known and have no link in them exceed the promise, it does not hold, whatever the link.
+measured, or a prefill that nobody timed (or only far shorter ones), gives "unknown" with an estimate that
+is marked as one; but where the parts that are known and have no link in them exceed the promise, it does
+not hold, whatever the link.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Answer(msgspec.Struct, frozen=True):
         gap_seconds: what lies between the first token and the second where prefill emits the first.
         unknown: what of it is an estimate or missing, or empty; with some, it is never "holds".
         warnings: what it does not cover.
+        is_within_profile: False where the prompt or the batch is far beyond what the profile was measured at.
     """
 
     verdict: Verdict
@@ -114,6 +116,7 @@ class Answer(msgspec.Struct, frozen=True):
     gap_seconds: float | None
     unknown: tuple[str, ...]
     warnings: tuple[str, ...]
+    is_within_profile: bool
 
 
 def answer(promise: Promise) -> Answer:
@@ -135,7 +138,9 @@ def answer(promise: Promise) -> Answer:
         first_decode_step_seconds=step if from_decode else 0.0,
     )
     unknown = _unknown(promise, prefill, transfer)
-    verdict = _verdict(promise, split, _known(promise, split, transfer), unknown)
+    is_far = _far_compute(promise) is not None
+    known = _known_far(promise) if is_far else _known(promise, split, transfer)
+    verdict = _verdict(promise, split, known, unknown)
     ttft = None if prefill is None else split.total
     return Answer(
         verdict=verdict,
@@ -143,12 +148,15 @@ def answer(promise: Promise) -> Answer:
         target_seconds=promise.target_seconds,
         slack_seconds=None if ttft is None else promise.target_seconds - ttft,
         split=split,
-        binding=_binding(promise, split, transfer, () if verdict is Verdict.DOES_NOT_HOLD else unknown),
+        binding=Binding.UNKNOWN_PREFILL
+        if is_far and verdict is Verdict.UNKNOWN
+        else _binding(promise, split, transfer, () if verdict is Verdict.DOES_NOT_HOLD else unknown),
         payload=payload,
         transfer=transfer,
         gap_seconds=None if from_decode else link_queue + exposed + step,
         unknown=unknown,
         warnings=size.warnings + _warnings(promise, transfer, split.queue_seconds + link_queue),
+        is_within_profile=not is_far,
     )
 
 
@@ -174,10 +182,42 @@ def _unknown(promise: Promise, prefill: float | None, transfer: LinkTime) -> tup
     reasons = []
     if prefill is None:
         reasons.append(UNKNOWN_COMPUTE)
+    if (far := _far_compute(promise)) is not None:
+        reasons.append(f"{far}; measure it with such")
     # Where prefill emits the first token, the link is no part of the promise.
     if transfer.unknown is not None and promise.first_token is FirstToken.DECODE:
         reasons.append(transfer.unknown)
     return tuple(reasons)
+
+
+def _far_compute(promise: Promise) -> str | None:
+    """Why the profile does not reach so far, or None."""
+    if not isinstance(promise.prefill, ComputeProfile):
+        return None
+    return promise.prefill.too_far(promise.prompt_tokens, _batch(promise))
+
+
+def _batch(promise: Promise) -> int:
+    """Of the first decode step, where the profile gives it and it counts."""
+    from_decode = promise.first_token is FirstToken.DECODE and promise.decode_step_seconds is None
+    return promise.decode_batch or 1 if from_decode else 1
+
+
+def _known_far(promise: Promise) -> float:
+    """The least that the TTFT takes where its profile does not reach: of the largest that it does reach.
+
+    Nothing of the link: how much of it prefill hides is not known either.
+    """
+    assert isinstance(promise.prefill, ComputeProfile)
+    tokens, batch = promise.prefill.reach
+    within = msgspec.structs.replace(
+        promise,
+        prompt_tokens=int(min(promise.prompt_tokens, tokens)),
+        decode_batch=None if promise.decode_batch is None else int(min(promise.decode_batch, batch)),
+    )
+    from_decode = promise.first_token is FirstToken.DECODE
+    step = within.first_step_seconds() or 0.0 if from_decode else 0.0
+    return (promise.queue_seconds or 0.0) + (within.prefill_seconds() or 0.0) + step
 
 
 def _known(promise: Promise, split: Split, transfer: LinkTime) -> float:
@@ -323,7 +363,8 @@ def _warnings(promise: Promise, transfer: LinkTime, waits: float) -> tuple[str, 
         warnings.append("first decode step: not given, counted as 0; give --decode-seconds or a profile")
     if isinstance(promise.prefill, ComputeProfile):
         computed = promise.prompt_tokens - min(promise.cached_tokens, promise.prompt_tokens - 1)
-        warnings += [w for w in (promise.prefill.doubt, promise.prefill.outside(computed)) if w]
+        outside = None if _far_compute(promise) else promise.prefill.outside(computed, _batch(promise))
+        warnings += [w for w in (promise.prefill.doubt, outside) if w]
     if isinstance(promise.prefill, GivenPrefill) and promise.prompt_lengths is not None:
         warnings.append("prefill of the other lengths: taken as proportional to --prefill-seconds")
     if promise.num_parts > 1 and promise.sync_seconds == 0:

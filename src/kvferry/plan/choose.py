@@ -34,8 +34,8 @@ class PlanResult(msgspec.Struct, frozen=True):
         rows: all candidates, best first.
         choice: the number of the row that is chosen; None where none keeps the targets.
         reason: why, in sentences.
-        is_promise: False where the choice rests on a link that nobody measured, or on a bound of
-            interference that decides.
+        is_promise: False where the choice rests on a link that nobody measured, on compute far beyond its
+            profile's measurements, or on a bound of interference that decides.
         requests_per_second, is_rate_stated: the workload's rate; where it was stated, the choice is what
             carries it with the fewest GPUs, and a row that cannot is none.
         units_needed, units_possible: of the choice, see PlanRow.

@@ -18,6 +18,7 @@ from itertools import pairwise
 import msgspec
 
 from kvferry.errors import InputError
+from kvferry.link import FAR
 
 __all__ = [
     "UNKNOWN_COMPUTE",
@@ -180,6 +181,29 @@ class ComputeProfile(msgspec.Struct, frozen=True):
     def decode_seconds(self, batch: int, context_tokens: float) -> float:
         """One decode step; ``context_tokens`` is the sum over the batch."""
         return self.decode_law(batch).seconds(batch, context_tokens)
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """Prompt tokens and batch up to which its times are taken for measured (decision 0160)."""
+        if self.covers is None:
+            return math.inf, math.inf
+        return FAR * self.covers.max_prompt_tokens, FAR * self.covers.max_batch
+
+    def too_far(self, prompt_tokens: int, batch: int = 1) -> str | None:
+        """Why this question lies too far above the measurements for the laws to be trusted, or None.
+
+        Only above: a shorter prompt or a smaller batch takes no longer than the smallest measured.
+        """
+        tokens, most = self.reach
+        if prompt_tokens > tokens:
+            assert self.covers is not None
+            what, measured = f"{prompt_tokens} prompt tokens are", self.covers.max_prompt_tokens
+        elif batch > most:
+            assert self.covers is not None
+            what, measured = f"a batch of {batch} is", self.covers.max_batch
+        else:
+            return None
+        return f"{what} more than {FAR} times the {measured} that {self.name} was measured at"
 
     def outside(self, prompt_tokens: int, batch: int = 1) -> str | None:
         """Why this question lies outside the measurements, or None."""

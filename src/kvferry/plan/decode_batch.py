@@ -23,6 +23,7 @@ class DecodeBatch:
     """A batch with its own clock, which stands on a border between steps.
 
     ``start`` is the border, ``step`` counts steps, ``count`` requests, ``context`` their tokens.
+    ``joined`` counts all that came, ``joined_too_far`` those that made it larger than its profile reaches.
     """
 
     __slots__ = (
@@ -31,15 +32,20 @@ class DecodeBatch:
         "_fresh",
         "_order",
         "_profile",
+        "_reach",
         "_slope",
         "context",
         "count",
+        "joined",
+        "joined_too_far",
         "start",
         "step",
     )
 
     def __init__(self, profile: ComputeProfile) -> None:
         self._profile = profile
+        self._reach = profile.reach[1]
+        self.joined = self.joined_too_far = 0
         self.count = 0
         self.context = 0
         self.start = 0.0
@@ -85,6 +91,8 @@ class DecodeBatch:
     def join(self, request: Request) -> None:
         """Take a request in at this border; it leaves after its ``tokens_left`` steps."""
         self.count += 1
+        self.joined += 1
+        self.joined_too_far += self.count > self._reach
         self.context += request.context_tokens
         self._order += 1
         request.joined_step = self.step

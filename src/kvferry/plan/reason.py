@@ -68,7 +68,13 @@ def reason_for(
     sentences += _tokens(asked.demand, apart)
     sentences += _rejections(rows, chosen)
     sentences += _where(asked.cluster, rows, chosen)
-    if not chosen.is_measured:
+    run = chosen.at_goodput
+    if run is not None and not run.is_compute_measured:
+        sentences.append(
+            "The choice rests on prompts or batches far beyond those that its profile was measured at: "
+            "measure it with such before you promise anything."
+        )
+    if not chosen.is_measured and (run is None or not run.is_link_measured):
         sentences.append(
             "The choice rests on a link that nobody measured: probe it before you promise anything."
         )

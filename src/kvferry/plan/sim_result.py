@@ -11,6 +11,9 @@ from kvferry.plan.sim_metrics import Percentiles, Tally
 
 __all__ = ["Result", "Utilisation", "result_of"]
 
+FEW = 0.01
+"""The share that may lie too far beyond what was measured."""
+
 
 class Utilisation(msgspec.Struct, frozen=True):
     """Shares of the time: the mean over the links of a kind, and the busiest of them.
@@ -30,8 +33,11 @@ class Result(msgspec.Struct, frozen=True):
     ``bytes_sent`` is of all ``handoffs`` that began, those of later attempts and of requests that failed too;
     ``bytes_delivered`` of what arrived whole, by what the links carried; ``bytes_dropped`` of those that a
     failure broke off: sent is delivered and dropped. ``handoffs_too_far`` were larger than a measured
-    tier's measurements reach (decision 0160). ``is_measured`` is False where a tier that was used is
-    unmeasured, or where more than 1 % of the handoffs are too far: the percentiles go up to 99.
+    tier's measurements reach (decision 0160); ``prompts_too_far`` longer than a compute profile's, and
+    ``batches_too_far`` counts requests that made a batch larger than that. ``is_link_measured`` is False
+    where a tier that was used is unmeasured, or more than 1 % of the handoffs are too far: the percentiles
+    go up to 99; ``is_compute_measured`` where more than 1 % of the prompts or batches are; ``is_measured``
+    in either case.
     """
 
     requests: int
@@ -58,6 +64,10 @@ class Result(msgspec.Struct, frozen=True):
     bytes_delivered: float
     bytes_dropped: int
     handoffs_too_far: int
+    prompts_too_far: int
+    batches_too_far: int
+    is_link_measured: bool
+    is_compute_measured: bool
     is_measured: bool
 
 
@@ -72,8 +82,15 @@ def result_of(
     delivered_nbytes: float,
     dropped_nbytes: int,
     handoffs_too_far: int,
+    prompts: tuple[int, int],
+    joined: tuple[int, int],
 ) -> Result:
-    """Everything that was counted, as shares and rates."""
+    """Everything that was counted, as shares and rates.
+
+    ``prompts``: prefills, and those too far beyond their profile; ``joined``: the same of decode's batches.
+    """
+    is_link = wires.is_measured and handoffs_too_far <= FEW * handoffs
+    is_compute = all(far <= FEW * count for count, far in (prompts, joined))
     fleet = wires.fleet
     ended = tally.done + tally.failed
     per_second = 1 / span_seconds if span_seconds > 0 else 0.0
@@ -103,7 +120,11 @@ def result_of(
         bytes_delivered=delivered_nbytes,
         bytes_dropped=dropped_nbytes,
         handoffs_too_far=handoffs_too_far,
-        is_measured=wires.is_measured and handoffs_too_far <= 0.01 * handoffs,
+        prompts_too_far=prompts[1],
+        batches_too_far=joined[1],
+        is_link_measured=is_link,
+        is_compute_measured=is_compute,
+        is_measured=is_link and is_compute,
     )
 
 

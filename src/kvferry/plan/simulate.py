@@ -121,6 +121,7 @@ class Simulation:
         self._handoffs = self._sent_nbytes = self._dropped_nbytes = 0
         self._broken_off_nbytes = 0.0
         self._too_far = 0
+        self._prompts = self._prompts_too_far = 0
 
     def _workers(self) -> tuple[list[PrefillWorker | ColocatedWorker], list[DecodeWorker]]:
         events, rules = self.events, self.rules
@@ -181,6 +182,8 @@ class Simulation:
     def begin_prefill(self, now: float, request: Request) -> int:
         """See Stage."""
         worker = self._by_name[request.prefill or ""]
+        self._prompts += 1
+        self._prompts_too_far += request.context_tokens > worker.instance.profile.reach[0]
         if self.rules.groups > 1 and isinstance(worker, PrefillWorker) and not self._ends_at_prefill(request):
             self.events.at(now, self._pair, (request, request.attempts))
         if not request.hashes:
@@ -354,6 +357,7 @@ class Simulation:
     # --- What comes out ----------------------------------------------------------------------------------
 
     def _result(self) -> Result:
+        decoders = [w for w in (*self._prefill, *self._decode) if not isinstance(w, PrefillWorker)]
         return result_of(
             self.tally,
             self.wires,
@@ -365,6 +369,11 @@ class Simulation:
             delivered_nbytes=self.network.carried_nbytes - self._broken_off_nbytes,
             dropped_nbytes=self._dropped_nbytes,
             handoffs_too_far=self._too_far,
+            prompts=(self._prompts, self._prompts_too_far),
+            joined=(
+                sum(worker.batch.joined for worker in decoders),
+                sum(worker.batch.joined_too_far for worker in decoders),
+            ),
         )
 
 
