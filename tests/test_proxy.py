@@ -195,16 +195,22 @@ def answering(answer: Callable[[str, bytes], tuple[int, bytes]]) -> Iterator[str
 
 @contextlib.contextmanager
 def stub(
-    answers: list[dict[str, Any]], delay_seconds: float = 0.0
+    answers: list[dict[str, Any]], delay_seconds: float = 0.0, model: str = ""
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A worker of another engine: its URL, and the bodies that it was sent. It gives the answers in turn."""
+    """A worker of another engine: its URL, and the bodies that it was sent. It gives the answers in turn.
+
+    With ``model`` it says so where it is asked for that, which is none of those bodies.
+    """
     asked_for: list[dict[str, Any]] = []
     ended = threading.Event()
 
     def answer(path: str, body: bytes) -> tuple[int, bytes]:
         if path not in {"/v1/completions", "/v1/chat/completions"}:
             return 404, b"{}"
-        asked_for.append(json.loads(body))
+        asked = json.loads(body)
+        if model and asked.get("kv_transfer_params") == {"kvferry_model": "?"}:
+            return 200, json.dumps({"kv_transfer_params": {"kvferry_model": model}}).encode()
+        asked_for.append(asked)
         content = json.dumps(answers[len(asked_for) - 1]).encode()
         ended.wait(delay_seconds)
         return 200, content
@@ -278,12 +284,53 @@ def test_another_engine_is_asked_by_the_contract_and_no_more() -> None:
     assert d[1] == [body | {"kv_transfer_params": given}, body, body]
 
 
+GO_ON = {"kvferry_continue": {"ids": [5, 6, 7, 9], "room_tokens": 90, "default_tokens": 90}}
+
+
+@pytest.mark.parametrize(
+    ("told", "model", "why"),
+    [
+        ({"kvferry_model": "ab"}, "ab", ""),
+        ({"kvferry_model": "ab"}, "cd", "decode runs another model than prefill"),
+        pytest.param(
+            {"kvferry_model": "ab"}, "", "decode does not say which model it runs", marks=pytest.mark.slow
+        ),
+        pytest.param({}, "ab", "prefill does not say which model it runs", marks=pytest.mark.slow),
+    ],
+    ids=["the same", "another", "decode is silent", "prefill is silent"],
+)
+def test_prefills_token_goes_out_only_where_decode_says_that_it_runs_its_model(
+    told: dict[str, str], model: str, why: str
+) -> None:
+    """Asked of decode itself; else decode computes the first token too, and no text is of two models."""
+    ticket = {"do_remote_prefill": True, "do_remote_decode": False, "kvferry_ticket": "abc"}
+    choice = {"index": 0, "text": "A", "finish_reason": "length"}
+    first = {"choices": [choice], "usage": {"prompt_tokens": 3}, "kv_transfer_params": ticket | GO_ON | told}
+    usage = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+    rest = {"choices": [choice | {"text": "Bc"}], "usage": usage}
+    body = {"prompt": "abc", "max_tokens": 3, "temperature": 0, "model": "m"}
+    with (
+        stub([first] * 2) as p,
+        # Without a word of its model its answer to that question is one of these.
+        stub([rest] * (2 if model else 4), model=model) as d,
+        proxy("--prefill", p[0], "--decode", d[0], "--retries", "0") as front,
+    ):
+        said = [front.post(body) for _ in range(2)]
+    assert {text_of(answer.json()) for answer in said} == {"Bc" if why else "ABc"}
+    first_from = f"decode; {why}" if why else "prefill"
+    assert {answer.headers["x-kvferry-first-token"] for answer in said} == {first_from}
+    going_on = {"prompt": [5, 6, 7, 9], "max_tokens": 2} if not why else {}
+    assert [asked for asked in d[1] if asked["kv_transfer_params"] == ticket] == [
+        body | going_on | {"kv_transfer_params": ticket}
+    ] * 2
+
+
 @pytest.mark.slow
 def test_decode_goes_on_after_prefills_token_where_prefill_says_how() -> None:
     """``kvferry_continue``: the ids as decode's prompt, one token less; the usage stays the client's. What
     prefill or the token's text forbids goes the plain way by name, with the same ticket."""
     ticket = {"do_remote_prefill": True, "do_remote_decode": False, "kvferry_ticket": "abc"}
-    how = {"kvferry_continue": {"ids": [5, 6, 7, 9], "room_tokens": 90, "default_tokens": 90}}
+    how = GO_ON | {"kvferry_model": "ab"}
     usage = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
 
     def prefilled(text: str, told: dict[str, Any]) -> dict[str, Any]:
@@ -295,7 +342,7 @@ def test_decode_goes_on_after_prefills_token_where_prefill_says_how() -> None:
     body = {"prompt": "abc", "max_tokens": 3, "temperature": 0}
     with (
         stub([*answers, answers[0]]) as p,
-        stub([rest] * 3 + [rest | {"usage": None}, rest]) as d,
+        stub([rest] * 3 + [rest | {"usage": None}, rest], model="ab") as d,
         proxy("--prefill", p[0], "--decode", d[0], "--retries", "0") as front,
     ):
         said = [front.post(body) for _ in range(4)]

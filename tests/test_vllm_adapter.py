@@ -12,7 +12,7 @@ import pytest
 
 from conftest import wait_until
 from kvferry.engines.vllm.first_token import FirstToken
-from kvferry.engines.vllm.identity import files_digest
+from kvferry.engines.vllm.identity import files_digest, fingerprint, model_digest
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.pool_layout import Group, LayerTensor, pool_layout
 from kvferry.engines.vllm.results import Results
@@ -487,6 +487,7 @@ def test_how_to_go_on_after_the_first_token_is_told_where_it_is_asked() -> None:
         ({"kvferry_first_token": "emit"}, "FINISHED_STOPPED"),
     ):
         scheduler, _ = side()
+        scheduler.model = "ab"
         request = FakeRequest("r", IDS, PREFILL | asked, output_token_ids=[7], sampling_params=Neutral())
         scheduler.added(request)
         scheduler.end_step(scheduled({"r": [1]}, r=100))
@@ -496,9 +497,33 @@ def test_how_to_go_on_after_the_first_token_is_told_where_it_is_asked() -> None:
         assert scheduler.end_step(scheduled({})).withdrawn == ["r"] * (status == "FINISHED_STOPPED")
     plain, emitted, ended = params
     assert emitted == plain | {
-        "kvferry_continue": {"ids": [*IDS, 7], "room_tokens": 28, "default_tokens": 28}
+        "kvferry_continue": {"ids": [*IDS, 7], "room_tokens": 28, "default_tokens": 28},
+        "kvferry_model": "ab",
     }
     assert ended["kvferry_refused"] == "it ended with its first token"
+
+
+def test_a_server_says_which_model_it_runs_where_it_is_asked() -> None:
+    """By a digest of what has to be equal at both sides, and nothing else: the build may differ."""
+    scheduler, _ = side()
+    scheduler.model = "ab"
+    for params, answer in (({"kvferry_model": "?"}, {"kvferry_model": "ab"}), (None, None), ({}, None)):
+        request = FakeRequest("r", [0], params)
+        scheduler.added(request)
+        assert scheduler.finished(request.set_status("FINISHED_LENGTH_CAPPED")) == (False, answer)
+    fields: dict[str, Any] = {"build": "a", "weights": "ab" * 32, "config": {"layers": 2}, "cache": {}}
+    fields |= {"tokenizer": "cd" * 32, "vocab_size": 512, "max_context": 4096}
+    digest = model_digest(fingerprint(**fields))
+    for change, is_same in (
+        ({"build": "b"}, True),
+        ({"max_context": 2048}, True),
+        ({"weights": "ac" * 32}, False),
+        ({"config": {"layers": 3}}, False),
+        ({"cache": {"dtype": "float16"}}, False),
+        ({"tokenizer": "ce" * 32}, False),
+        ({"vocab_size": 511}, False),
+    ):
+        assert (model_digest(fingerprint(**fields | change)) == digest) is is_same
 
 
 def test_a_preempted_prompt_is_withdrawn_and_offered_again() -> None:

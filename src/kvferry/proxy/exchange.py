@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -15,7 +16,7 @@ from kvferry.proxy.body import Body
 from kvferry.proxy.follow import CONTINUE_KEY, PLAIN_KEY, Follow, MisreadError, read_follow
 from kvferry.proxy.rewrite import DivergedError, Writer, finish_of, joined
 from kvferry.proxy.state import ProxyState
-from kvferry.proxy.upstream import RefusedError, WorkerFailedError
+from kvferry.proxy.upstream import MODEL_KEY, RefusedError, WorkerFailedError
 from kvferry.proxy.workers import Pair, Worker
 
 __all__ = ["Exchange"]
@@ -180,6 +181,8 @@ class Exchange:
             params = held["kv_transfer_params"]
         if plain is None:
             params = params | {"kvferry_first_token": "emit"}
+            if pair.prefill.continues:
+                self._model_of(pair.decode)  # known when prefill is done
         with pair.prefill.busy(self._tokens):
             under_way, started = pair.prefill.tokens, time.monotonic()
             answer = await self._ask(
@@ -194,14 +197,30 @@ class Exchange:
         is_emitted = back.get("kvferry_emitted_tokens") == 1
         if is_emitted and plain is not None:
             raise WorkerFailedError(pair.prefill, "handed over after a token that it was not to emit")
-        told, offered = back.pop(PLAIN_KEY, None), back.pop(CONTINUE_KEY, None)
+        told, offered, model = (back.pop(key, None) for key in (PLAIN_KEY, CONTINUE_KEY, MODEL_KEY))
         reason = plain or str(told or "prefill does not hand over after its first token")
         if plain is None and offered is not None and not is_emitted:
+            pair.prefill.continues = True
             how = read_follow(offered, self._body, answer)
             if isinstance(how, Follow):
-                return _Given(answer, back, "", is_emitted=True, follow=how)
-            reason = how
+                reason = await self._why_another_model(model, pair.decode)
+                if not reason:
+                    return _Given(answer, back, "", is_emitted=True, follow=how)
+            else:
+                reason = how
         return _Given(answer, back, f"decode; {reason}", is_emitted)
+
+    def _model_of(self, decode: Worker) -> asyncio.Task[str]:
+        return self._state.upstream.model(decode, self._body.fields.get("model"), self._headers)
+
+    async def _why_another_model(self, model: Any, decode: Worker) -> str:
+        """Why prefill's token may not be decode's, or "": a token that is out cannot be taken back."""
+        if not isinstance(model, str) or not model:
+            return "prefill does not say which model it runs"
+        theirs = await asyncio.shield(self._model_of(decode))
+        if not theirs:
+            return "decode does not say which model it runs"
+        return "" if theirs == model else "decode runs another model than prefill"
 
     async def _alone(self, reason: str, without: list[Worker] | None = None) -> Answer | Events:
         """One decode worker does it all."""

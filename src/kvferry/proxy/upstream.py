@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -15,13 +16,18 @@ from kvferry.proxy.options import ProxyOptions
 from kvferry.proxy.workers import Worker
 from kvferry.sse import event_data
 
-__all__ = ["RefusedError", "Upstream", "WorkerFailedError"]
+__all__ = ["MODEL_KEY", "RefusedError", "Upstream", "WorkerFailedError"]
+
+MODEL_KEY = "kvferry_model"
+# How long a worker's word of its model is good, and how long one that says nothing is not asked again.
+_MODEL_SECONDS, _NO_MODEL_SECONDS = 10.0, 1.0
 
 # The status by which decode says that its peer, not itself, is at fault: then prefill is to blame.
 _PEERS_FAULT = frozenset({409, 502, 504})
 _WORKERS_FAULT = frozenset({408, 429})
 _PASSED_ON = ("authorization", "x-request-id")
 MAX_ANSWER_NBYTES = 64 << 20
+T = TypeVar("T")
 
 
 class WorkerFailedError(Exception):
@@ -73,7 +79,7 @@ class Upstream:
         )
         self._open: set[httpx.Response] = set()
         self._asking: set[asyncio.Timeout] = set()
-        self._releases: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[Any]] = set()
         self.is_ending = False
 
     async def end(self) -> None:
@@ -85,7 +91,7 @@ class Upstream:
             await answer.aclose()
 
     async def close(self) -> None:
-        await asyncio.gather(*self._releases)
+        await asyncio.gather(*self._beside)
         await self._client.aclose()
 
     async def check(
@@ -121,9 +127,39 @@ class Upstream:
                 fields, seconds = {"kvferry_ticket": ticket}, self._options.connect_seconds
                 await self.ask(worker, "/v1/kvferry/withdraw", fields, headers, seconds)
 
-        task = asyncio.create_task(tell())
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        self._begin(tell())
+
+    def model(self, worker: Worker, name: Any, headers: Mapping[str, str]) -> asyncio.Task[str]:
+        """A digest of the model that a worker runs, as it says itself now or said a moment ago; else "".
+
+        It is asked in a completion of one token, beside all else. ``name``: the client's word for the model.
+        """
+        task = worker.model
+        if task is None or (task.done() and worker.model_until <= time.monotonic()):
+            task = worker.model = self._begin(self._ask_model(worker, name, headers))
+        return task
+
+    async def _ask_model(self, worker: Worker, name: Any, headers: Mapping[str, str]) -> str:
+        fields = {"prompt": [0], "max_tokens": 1, "temperature": 0, "kv_transfer_params": {MODEL_KEY: "?"}}
+        if name is not None:
+            fields["model"] = name
+        told = None
+        with contextlib.suppress(WorkerFailedError, RefusedError):
+            seconds = self._options.connect_seconds
+            told = (await self.ask(worker, "/v1/completions", fields, headers, seconds)).get(
+                "kv_transfer_params"
+            )
+        model = told.get(MODEL_KEY) if isinstance(told, dict) else None
+        is_told = isinstance(model, str) and bool(model)
+        worker.model_until = time.monotonic() + (_MODEL_SECONDS if is_told else _NO_MODEL_SECONDS)
+        return str(model) if is_told else ""
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that no request waits for; ``close`` does."""
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+        return task
 
     async def whole(
         self, worker: Worker, path: str, fields: Mapping[str, Any], headers: Mapping[str, str]

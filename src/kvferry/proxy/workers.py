@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,8 @@ _STEP_SECONDS = 1e-3
 class Worker:
     """One worker. ``tokens``: of prompts under way; ``requests``: under way; ``answered``: requests that it
     answered whole, a stream to its end; ``has_check``: whether it may have the route that judges a body
-    without beginning it."""
+    without beginning it; ``continues``: whether it has said how to go on after its token; ``model``: what it
+    says of its model, good for a while."""
 
     place: Place
     requests: int = 0
@@ -34,6 +36,9 @@ class Worker:
     answered: int = 0
     failed: int = 0
     has_check: bool = True
+    continues: bool = False
+    model: asyncio.Task[str] | None = None
+    model_until: float = 0.0
     _is_timed: bool = False
 
     @contextlib.contextmanager
@@ -91,6 +96,7 @@ class Workers:
     def failed(self, worker: Worker) -> None:
         """Leave it out for a while."""
         worker.failed += 1
+        worker.model_until = 0.0  # who comes up again there may run another
         worker.failed_until = time.monotonic() + self._cooldown_seconds
 
     def pair(self, tokens: int, without: Sequence[Worker] = ()) -> Pair | None:

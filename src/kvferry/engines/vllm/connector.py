@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 
 from kvferry.engines.vllm.describe import describe_model, describe_pool, largest_window
 from kvferry.engines.vllm.first_token import first_token_of
-from kvferry.engines.vllm.identity import requirements
+from kvferry.engines.vllm.identity import model_digest, requirements
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.pool_layout import LAYOUT_NAME, layer_number
 from kvferry.engines.vllm.results import Results
@@ -42,9 +42,10 @@ class _StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class _WorkerAddress(KVConnectorHandshakeMetadata):
-    """Where a rank serves tickets to its scheduler."""
+    """Where a rank serves tickets to its scheduler, and a digest of the model that it runs."""
 
     tickets: str
+    model: str
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -55,6 +56,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
         self._worker: WorkerSide | None = None
         self._server: TicketServer | None = None
+        self._model = ""
         self._results = Results()
         self._clients: list[TicketClient] = []
         ranks = vllm_config.parallel_config.world_size
@@ -73,9 +75,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Open the endpoint over vLLM's KV memory. Raises what kvferry cannot describe, by name."""
         config = self._vllm_config
         pool = describe_pool(kv_caches, self._kv_cache_config, config, config.parallel_config.rank)
-        needs = requirements(
-            describe_model(config), pool.layout, config.model_config.get_total_num_kv_heads(), LAYOUT_NAME
-        )
+        identity = describe_model(config)
+        self._model = model_digest(identity)
+        needs = requirements(identity, pool.layout, config.model_config.get_total_num_kv_heads(), LAYOUT_NAME)
         parallel = config.parallel_config
         self._worker = WorkerSide(
             pool,
@@ -90,8 +92,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         _logger.info("kvferry listens at %s", ", ".join(self._worker.endpoint.addresses))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Where this rank's tickets are served; vLLM gives it to the scheduler side at start."""
-        return None if self._server is None else _WorkerAddress(self._server.address)
+        """What the scheduler side has to know of this rank; vLLM gives it to that at start."""
+        return None if self._server is None else _WorkerAddress(self._server.address, self._model)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step begins: claim the reservations that its prompts are pushed into."""
@@ -162,6 +164,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         for _, address in sorted(metadata.items()):
             assert isinstance(address, _WorkerAddress)
             self._clients.append(TicketClient(address.tickets))
+            self._scheduler.model = address.model  # all ranks have loaded the same one
 
     def on_new_request(self, request: Any) -> None:
         """Note what a request's ``kv_transfer_params`` ask for."""

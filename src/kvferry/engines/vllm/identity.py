@@ -14,14 +14,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvferry.errors import LocalError
 from kvferry.layout import BlockTable, PoolLayout, Role
 from kvferry.state import (
+    FINGERPRINT_CLASSES,
     Axis,
     Conversion,
     Exactness,
     ExecutionState,
     Fingerprint,
+    FitClass,
     GroupBlocks,
     GroupNeed,
     LayerNeed,
@@ -39,7 +43,7 @@ from kvferry.state import (
     unpack_ids,
 )
 
-__all__ = ["files_digest", "fingerprint", "prompt_state", "requirements"]
+__all__ = ["files_digest", "fingerprint", "model_digest", "prompt_state", "requirements"]
 
 ENGINE = "vllm"
 _MAX_SAMPLED_NBYTES = 64 << 20
@@ -93,6 +97,13 @@ def fingerprint(
         vocab_size=vocab_size,
         max_context=max_context,
     )
+
+
+def model_digest(identity: Fingerprint) -> str:
+    """sha256 of all that has to be equal at both sides of a pair: two that differ in it never fit."""
+    classes = FINGERPRINT_CLASSES.items()
+    equal = {field: getattr(identity, field) for field, fit in classes if fit is FitClass.MUST_EQUAL}
+    return config_digest(msgspec.to_builtins(equal))
 
 
 def requirements(identity: Fingerprint, layout: PoolLayout, kv_heads: int, layout_name: str) -> Requirements:

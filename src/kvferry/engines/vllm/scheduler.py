@@ -17,6 +17,7 @@ from typing import Any
 
 from kvferry.engines.vllm.first_token import EMIT_KEY, UNKNOWN, FirstToken
 from kvferry.engines.vllm.step import (
+    MODEL_KEY,
     PUSH_URL_KEY,
     REFUSED_KEY,
     TICKET_KEY,
@@ -76,6 +77,8 @@ class SchedulerSide:
         prefill_urls: tuple[str, ...] = (),
         first_token: FirstToken = UNKNOWN,
     ) -> None:
+        #: A digest of the model that the workers run, once they have said it.
+        self.model = ""
         self._first_token = first_token
         self._prefill_urls = prefill_urls
         self._ranks = ranks
@@ -218,8 +221,10 @@ class SchedulerSide:
             self._give_back(request, decode)  # ended before it got blocks
         if (reason := self._refused.pop(request_id, None)) is not None:
             return False, _nothing_to_fetch(reason)
-        prefill = self._prefills.pop(request_id, None)
-        return (False, None) if prefill is None else self._hand_over(request_id, prefill)
+        if (prefill := self._prefills.pop(request_id, None)) is not None:
+            return self._hand_over(request_id, prefill)
+        is_asked = (request.kv_transfer_params or {}).get(MODEL_KEY) == "?"
+        return False, {MODEL_KEY: self.model} if is_asked else None
 
     def _hand_over(self, request_id: str, prefill: _Prefill) -> tuple[bool, dict[str, Any] | None]:
         status = prefill.request.status.name
@@ -237,7 +242,9 @@ class SchedulerSide:
             self._log(f"request {request_id} is not handed over: {error}")
             self._step.withdrawn.append(request_id)
             return True, _nothing_to_fetch(str(error))
-        told = self._first_token.told(prefill.request) if prefill.is_emitted else {}
+        told = {}
+        if prefill.is_emitted:
+            told = self._first_token.told(prefill.request) | {MODEL_KEY: self.model}
         return True, told | {
             "do_remote_prefill": True,
             "do_remote_decode": False,

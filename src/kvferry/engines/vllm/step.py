@@ -14,6 +14,7 @@ from kvferry.errors import InputError
 from kvferry.layout import BlockTable, GroupLayout
 
 __all__ = [
+    "MODEL_KEY",
     "PUSH_URL_KEY",
     "REFUSED_KEY",
     "TICKET_KEY",
@@ -30,6 +31,7 @@ __all__ = [
 TICKET_KEY = "kvferry_ticket"
 REFUSED_KEY = "kvferry_refused"
 PUSH_URL_KEY = "kvferry_prefill_url"
+MODEL_KEY = "kvferry_model"
 _MAX_TICKET_CHARACTERS = 1 << 20
 
 Tickets = tuple[bytes, ...]
