@@ -260,6 +260,22 @@ def test_unseeded_sampling_and_a_first_token_that_ends_it(servers: tuple[Server,
     assert long["choices"][0]["text"] == alone["choices"][0]["text"]
 
 
+def test_both_say_which_model_they_run(servers: tuple[Server, Server]) -> None:
+    """Asked as the proxy asks decode; the two have the same one, in blocks of other sizes."""
+    asked = {"model": "m", "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"kvferry_model": "?"}}
+    told = [post(f"{server.url}/v1/completions", asked)["kv_transfer_params"] for server in servers]
+    assert told[0] == told[1]
+    assert len(told[0]["kvferry_model"]) == 64
+
+
+def test_what_decodes_own_server_refuses_is_logged_as_that(servers: tuple[Server, Server]) -> None:
+    params = servers[0].prefill(prompt(430, 60))
+    refused = servers[1].complete(prompt(430, 60), temperature=-1, kv_transfer_params=params)
+    assert refused["status"] == 400
+    wait_until(lambda: "this server's answer to it was an error" in servers[1].log.read_text(), 20.0)
+    assert "one token" not in servers[1].log.read_text()
+
+
 def test_64_requests_at_once_all_have_their_own_answer(servers: tuple[Server, Server], proxy: str) -> None:
     prompts = [prompt(number, 40 + 7 * number) for number in range(64)]
     with ThreadPoolExecutor(64) as pool:
