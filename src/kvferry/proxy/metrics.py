@@ -29,7 +29,7 @@ def _samples(state: ProxyState) -> Iterable[Sample]:
             yield Sample("kvferry_proxy_worker_requests", "Under way at a worker.", worker.requests, labels)
             yield Sample("kvferry_proxy_worker_tokens", "Prompt tokens under way.", worker.tokens, labels)
             for name, says, value in (
-                ("answers", "Requests that a worker answered whole.", worker.answered),
-                ("failures", "Times that a worker failed.", worker.failed),
+                ("kvferry_proxy_worker_answers_total", "Requests that it answered whole.", worker.answered),
+                ("kvferry_proxy_worker_failures_total", "Times that it failed.", worker.failed),
             ):
-                yield Sample(f"kvferry_proxy_worker_{name}_total", says, value, labels, is_total=True)
+                yield Sample(name, says, value, labels, is_total=True)
