@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -164,19 +164,9 @@ class NixlAgent:
         self.cookie_address = self.arena.keep(self.cookie)
         self.register(self.arena.address, self.arena.nbytes)
 
-    @contextlib.contextmanager
-    def telling(self, peer: str, phase: str = "move") -> Iterator[None]:
-        """Turn the library's exceptions into TransportError."""
-        try:
-            yield
-        except self.errors as error:
-            raise TransportError(
-                f"NIXL reports {type(error).__name__.removeprefix('nixl')}: {error}",
-                phase=phase,
-                peer=peer,
-                now_true="some of the destination bytes may have changed",
-                next_step="see whether the peer is alive, then connect again",
-            ) from error
+    def telling(self, peer: str, phase: str = "move") -> _Telling:
+        """Turn the library's exceptions into TransportError, for the time of a block."""
+        return _Telling(self.errors, peer, phase)
 
     def register(self, address: int, nbytes: int) -> None:
         """Make one region known to the library; counted, so that several may ask for the same one."""
@@ -249,6 +239,28 @@ class NixlAgent:
         """Let the library do what peers wait for."""
         with contextlib.suppress(*self.errors):  # of a peer that is gone; its own transfers say so
             self.api.get_new_notifs()
+
+
+class _Telling:
+    """No generator: each small copy goes through two of these."""
+
+    def __init__(self, errors: tuple[type[Exception], ...], peer: str, phase: str) -> None:
+        self._errors = errors
+        self._peer = peer
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, self._errors):
+            raise TransportError(
+                f"NIXL reports {type(error).__name__.removeprefix('nixl')}: {error}",
+                phase=self._phase,
+                peer=self._peer,
+                now_true="some of the destination bytes may have changed",
+                next_step="see whether the peer is alive, then connect again",
+            ) from error
 
 
 def _package() -> str | None:
