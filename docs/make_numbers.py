@@ -73,6 +73,32 @@ def peers(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def small_copy(result: dict[str, Any]) -> list[str]:
+    """One small block by a connection, beside bare round trips."""
+    lines = [
+        f"`sudo chrt -r 5 python bench/small_copy.py`; {result['count']} copies in a row a turn, whose",
+        f"median counts, {len(result['rows'][0]['seconds'])} turns: median (least to most), in microseconds.",
+        "`Connection.read` and `write` between two processes, without digests; no handoff. A *round trip*:",
+        "64 bytes to a process that sleeps in `poll`, and back. CPU: of each whole process.",
+        "",
+        "| one 4 KiB block | us | bare round trip | CPU of the asking side | CPU of the serving side |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        cells = []
+        for key in ("seconds", "round_trip_seconds", "cpu_here", "cpu_there"):
+            values = [1e6 * value for value in row[key]]
+            cells.append(f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})")
+        lines.append(f"| {row['way']} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "What is left beside the round trip is Python at both ends, slow after each sleep of its process,",
+        "when its code has left the caches: where it goes, and why not less, says",
+        "[decision 184](decisions/0184-a-small-copy.md).",
+    ]
+    return lines
+
+
 def speed(result: dict[str, Any]) -> list[str]:
     """What the transfer core has to reach, and what was seen."""
     cases = result["cases"].values()
@@ -236,6 +262,7 @@ def _off(row: dict[str, Any], which: str) -> float | None:
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "prediction": ("Predictions on shaped links", prediction),
     "peers": ("kvferry beside NIXL and Mooncake", peers),
+    "small_copy": ("One small copy", small_copy),
     "speed": ("Speed of the transfer core", speed),
     "vllm": ("Inside vLLM, beside its NixlConnector", vllm),
     "first_token": ("Prefill's token given out at once", first_token),
