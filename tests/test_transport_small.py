@@ -135,6 +135,7 @@ def test_tables_of_few_pieces_are_cut_as_those_of_many(
         return [
             part.here, part.chunk_end, part.chunk_id, table.chunk_nbytes(plan), sizes, places,
             staging.step_starts(nbytes, limit), vectored.iovecs(7, offset, nbytes), [table.sum_of(nbytes)],
+            table.sizes_between(part.chunk_end),
         ]  # fmt: skip
 
     def moved() -> list[Any]:

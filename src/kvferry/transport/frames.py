@@ -3,7 +3,8 @@
 The sender gives marks and pieces to ``writev`` as one vector. The receiver knows the table, so it
 asks ``readv`` for the pieces of a frame and the mark after them; nothing that the peer sends can
 choose where bytes land. With integrity, with small pieces, or over a sealed channel, bytes go
-through a cache-hot staging buffer: received, opened, summed in one call, then scattered.
+through a cache-hot staging buffer: received, opened, summed in one call, then scattered. Up to 32 KiB
+go out with their two marks by one system call, and come in by one: the same bytes.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def _send_word(
     channel.is_in_step = False
     nbytes = frames.total_nbytes
     staged = thread_staging(frames.array)[:nbytes]
-    frames.pieces.gather(0, len(frames.nbytes), staged)
+    Pieces(frames.array, frames.offset, frames.nbytes).gather(0, len(frames.nbytes), staged)
     first, last = mark_of(Kind.DATA, nbytes), mark_of(Kind.DONE, nbytes)
     channel.write(patience, first, staged, last, on_input=on_input)
     channel.is_in_step = True
@@ -162,14 +163,22 @@ def _staged_sender(
     return send
 
 
-def receive_frames(channel: Channel, frames: Frames, patience: Patience, sums: ChunkDigests | None) -> None:
+def receive_frames(
+    channel: Channel,
+    frames: Frames,
+    patience: Patience,
+    sums: ChunkDigests | None,
+    *,
+    is_there: bool = False,
+) -> None:
     """Receive every frame into its pieces and check the marks; feed the bytes to ``sums`` if given.
 
+    ``is_there``: they came behind a request, as far as is known, so that no wait is begun for a few bytes.
     Raises PeerError for a mark out of place or with the reason that the sender gave, else as
     ``send_frames``; then the pieces are filled up to somewhere.
     """
     if frames.is_word and not channel.is_sealed:
-        _receive_word(channel, frames, patience, sums)
+        _receive_word(channel, frames, patience, sums, is_there=is_there)
         return
     marks = np.zeros((len(frames) + 1, 2), np.uint64)
     channel.read_into(patience, marks[:1])
@@ -183,15 +192,17 @@ def receive_frames(channel: Channel, frames: Frames, patience: Patience, sums: C
     channel.check_mark(marks[-1].tobytes(), Kind.DONE, patience, frames.total_nbytes)
 
 
-def _receive_word(channel: Channel, frames: Frames, patience: Patience, sums: ChunkDigests | None) -> None:
+def _receive_word(
+    channel: Channel, frames: Frames, patience: Patience, sums: ChunkDigests | None, *, is_there: bool
+) -> None:
     """Receive a small table with its two marks, or the first mark and the reason that came in its place."""
     nbytes = frames.total_nbytes
-    heard = channel.read_start(MARK_NBYTES, 2 * MARK_NBYTES + nbytes, patience)
+    heard = channel.read_start(MARK_NBYTES, 2 * MARK_NBYTES + nbytes, patience, is_there=is_there)
     channel.check_mark(heard[:MARK_NBYTES], Kind.DATA, patience, nbytes, heard[MARK_NBYTES:])
     data = channel.read(nbytes + MARK_NBYTES, patience, heard[MARK_NBYTES:])
     if sums is not None:
         sums.feed(data[:nbytes])
-    frames.pieces.scatter(0, len(frames.nbytes), data[:nbytes])
+    Pieces(frames.array, frames.offset, frames.nbytes).scatter(0, len(frames.nbytes), data[:nbytes])
     channel.check_mark(data[nbytes:].tobytes(), Kind.DONE, patience, nbytes)
 
 

@@ -35,7 +35,7 @@ from kvferry.transport.control import Control, broken
 from kvferry.transport.greeting import connect_timed_out
 from kvferry.transport.patience import Patience
 from kvferry.transport.shared_copy import Mapped, copy_part
-from kvferry.transport.table import Part, chunk_nbytes, first_outside, split_copy
+from kvferry.transport.table import Part, chunk_nbytes, first_outside, sizes_between, split_copy
 from kvferry.transport.users import Users, forget_locals
 from kvferry.transport.wire import malformed, refusal
 
@@ -137,7 +137,7 @@ class InprocConnection(Connection):
                     part.there,
                     part.nbytes,
                     part.chunk_id,
-                    np.diff(part.chunk_end, prepend=0),
+                    sizes_between(part.chunk_end),
                     digests,
                 )
                 peer.guard.landed(copy.transfer_id, arrived)

@@ -20,6 +20,7 @@ __all__ = [
     "first_outside",
     "lanes_for",
     "outside_of_peer",
+    "sizes_between",
     "split_copy",
     "split_pieces",
     "sum_of",
@@ -71,6 +72,13 @@ def _chunk_borders(plan: CopyPlan) -> Int64:
         ends = [0, *accumulate(plan.nbytes.tolist())]
         return np.array([ends[at] for at in plan.chunk_start.tolist()], np.int64)
     return np.concatenate(([0], plan.nbytes.cumsum()))[plan.chunk_start]
+
+
+def sizes_between(ends: Int64) -> Int64:
+    """Bytes of each chunk, int64, by where each ends."""
+    if len(ends) <= FEW:
+        return np.array([end - start for start, end in pairwise([0, *ends.tolist()])], np.int64)
+    return np.diff(ends, prepend=0)
 
 
 def sum_of(nbytes: Int64) -> int:

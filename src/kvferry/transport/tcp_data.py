@@ -13,7 +13,7 @@ from kvferry.transport.channel import Channel
 from kvferry.transport.digest import ChunkDigests
 from kvferry.transport.frames import Frames, receive_frames, send_frames
 from kvferry.transport.patience import Patience
-from kvferry.transport.table import Part
+from kvferry.transport.table import Part, sizes_between
 from kvferry.transport.wire import Kind, Operation, Request, malformed
 
 __all__ = ["ask_read", "ask_write", "serve_read", "serve_write"]
@@ -63,7 +63,7 @@ def serve_write(
     started = time.monotonic()
     frames = Frames(array, request.offset, request.nbytes)
     sums = ChunkDigests(request.chunk_end) if request.integrity else None
-    receive_frames(channel, frames, patience, sums)
+    receive_frames(channel, frames, patience, sums, is_there=True)
     guard.landed(
         request.transfer_id,
         Arrived(
@@ -72,7 +72,7 @@ def serve_write(
             piece_offset=request.offset,
             piece_nbytes=request.nbytes,
             chunk_id=request.chunk_id,
-            chunk_nbytes=np.diff(request.chunk_end, prepend=0),
+            chunk_nbytes=sizes_between(request.chunk_end),
             digests=sums.digests() if sums else None,
         ),
     )
