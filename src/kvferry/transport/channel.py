@@ -109,10 +109,8 @@ class Channel:
         """
         if self._seals is None:
             said = [b if isinstance(b, bytes) else b.data for b in buffers]
-            if (
-                sum([part.nbytes if isinstance(part, memoryview) else len(part) for part in said])
-                <= SAID_NBYTES
-            ):
+            nbytes = sum([part.nbytes if isinstance(part, memoryview) else len(part) for part in said])
+            if nbytes <= SAID_NBYTES:
                 self._say(b"".join((self._take_held(), *said)), patience, on_input)
                 return
         self.flush(patience)

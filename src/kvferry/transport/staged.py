@@ -162,9 +162,8 @@ def serve_pushed(
     channel.is_in_step = False
     pushing = _Pushing(channel, patience, mover, pair, request.chunk_end.tolist())
     try:
-        channel.hold_mark(
-            Kind.ADMITTED, patience
-        )  # goes with the first step's word, or with why there is none
+        # It goes with the first step's word, or with why there is none.
+        channel.hold_mark(Kind.ADMITTED, patience)
         pushing.push(steps)
         channel.write_mark(Kind.DONE, patience, steps.total_nbytes)
         pushing.read_last_word(patience)
