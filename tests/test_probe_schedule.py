@@ -122,8 +122,9 @@ def test_shapes_tell_bytes_and_descriptors_apart() -> None:
     """Two block sizes; the same number of pieces with unlike bytes, and the same bytes in unlike pieces."""
     shapes = sizes_up_to(Payload(16 << 20, 32 << 10))
     assert shapes[-1] == Payload(16 << 20, 32 << 10)
-    assert shapes[0] == Payload(8 << 10, 4 << 10)  # nothing but a start, on any link
-    assert shapes[1].nbytes == 64 << 10
+    # Nothing but a start, on any link, and within a token bucket's burst and beyond it.
+    assert shapes[:2] == [Payload(2 << 10, 1 << 10), Payload(8 << 10, 4 << 10)]
+    assert shapes[2].nbytes == 64 << 10
     by_size = [{s.block_bytes for s in shapes if s.nbytes == size} for size in (64 << 10, 4 << 20)]
     assert by_size == [{32 << 10, 4 << 10}] * 2
     assert [shape.nbytes for shape in shapes] == sorted(shape.nbytes for shape in shapes)

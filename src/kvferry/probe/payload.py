@@ -156,10 +156,11 @@ class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def sizes_up_to(largest: Payload) -> list[Payload]:
     """Payloads from 64 KiB up to the largest by factors of four, in blocks of two sizes; smallest first.
 
-    Before them, two small blocks: on a slow link the bytes of 64 KiB take longer than its start, and the
-    start of a copy is seen only where its bytes take next to nothing.
+    Before them, two small blocks, and two of a quarter: on a slow link the bytes of 64 KiB take longer than
+    its start, and the start of a copy is seen only where its bytes take next to nothing. A token bucket lets
+    its first few thousand bytes pass at once, so that start has a bend between the two.
     """
-    small = max(64, largest.block_bytes // _SMALL_BLOCK // 4 * 4)
+    small, tiny = (max(64, largest.block_bytes // _SMALL_BLOCK // part // 4 * 4) for part in (1, 4))
     payloads = []
     for block, top in ((largest.block_bytes, largest.nbytes), (small, largest.nbytes // _SMALL_PAYLOAD)):
         least = max(2 * block, min(SMALLEST_NBYTES, largest.nbytes))
@@ -168,6 +169,6 @@ def sizes_up_to(largest: Payload) -> list[Payload]:
             sizes.append(sizes[-1] // 4)
         payloads += [Payload(size, block, largest.full_layers) for size in (*sizes, least)]
     if largest.nbytes > SMALLEST_NBYTES:
-        payloads.append(Payload(2 * small, small, largest.full_layers))
+        payloads += [Payload(2 * block, block, largest.full_layers) for block in (tiny, small)]
     by_size = sorted(payloads, key=lambda payload: (payload.nbytes, payload.descriptors))
     return list(dict.fromkeys(by_size))
