@@ -98,8 +98,13 @@ class Spread(Record, frozen=True, kw_only=True):
                 return below + (above - below) * (q - low) / (high - low)
         return points[0][1] if q == points[0][0] else None
 
+    def ratio_at_least(self, q: float) -> float:
+        """The same where it is known, else that of the largest quantile below ``q`` that is."""
+        known = (self.ratio_or_none(at) for at in (0.5, 0.95, q) if at <= q)
+        return max(ratio for ratio in known if ratio is not None)
+
     def ratio(self, q: float) -> float:
-        """The same; raises InputError for a ``q`` outside, NoPlanError where the samples are too few."""
+        """The quantile ``q``; raises InputError for a ``q`` outside, NoPlanError where the samples are too few."""
         if not 0.5 <= q <= 0.99:
             raise InputError(f"q: {q} is not from 0.5 to 0.99")
         ratio = self.ratio_or_none(q)
@@ -223,7 +228,7 @@ class LinkFit(Line, frozen=True, kw_only=True):
         if spread is None:
             raise NoPlanError("the spread of this fit was not kept", next_step="probe the pair again")
         spread.ratio(q)  # or the error that says what it lacks
-        ratio = self.rising(nbytes, lambda band: band.ratio_or_none(q))
+        ratio = self.rising(nbytes, lambda band: band.ratio_at_least(q))
         if nbytes > spread.up_to_nbytes:
             # Beyond what was measured, stalls of the many parts of a copy average out as they do
             # for independent parts: what exceeds p50 grows with the root of the time.
@@ -232,8 +237,8 @@ class LinkFit(Line, frozen=True, kw_only=True):
         seconds = typical * ratio
         # Relative spread shrinks with size; the bound over the smaller bands keeps the answer monotone.
         for band in itertools.takewhile(lambda band: band is not spread, self.spreads):
-            if (smaller := band.ratio_or_none(q)) is not None:
-                seconds = max(seconds, self.at_least(band.up_to_nbytes, descriptors) * smaller)
+            edge = self.at_least(band.up_to_nbytes, descriptors)
+            seconds = max(seconds, edge * band.ratio_at_least(q))
         return seconds
 
     def mean_and_square(self, nbytes: int, descriptors: int) -> tuple[float, float]:
@@ -259,8 +264,8 @@ class LinkFit(Line, frozen=True, kw_only=True):
             square = max(square, edge * edge * (band.mean**2 + band.deviation**2))
         return mean, square
 
-    def rising(self, nbytes: int, ratio_of: Callable[[Spread], float | None]) -> float:
-        """A ratio of the spread of that size, which :meth:`spread_at` has and ``ratio_of`` knows there.
+    def rising(self, nbytes: int, ratio_of: Callable[[Spread], float]) -> float:
+        """A ratio of the spread of that size, which :meth:`spread_at` has.
 
         From the largest size of one band to that of the next it rises in a straight line, so that it does not
         jump. Where it is less in the next band it is that band's at once: in between, seconds could fall.
@@ -270,8 +275,7 @@ class LinkFit(Line, frozen=True, kw_only=True):
             ratio = ratio_of(band)
             if nbytes <= band.up_to_nbytes or band is self.spreads[-1]:
                 break
-            below = below if ratio is None else (band.up_to_nbytes, ratio)
-        assert ratio is not None
+            below = band.up_to_nbytes, ratio
         if below is None or below[1] >= ratio or nbytes >= band.up_to_nbytes:
             return ratio
         return below[1] + (ratio - below[1]) * (nbytes - below[0]) / (band.up_to_nbytes - below[0])
