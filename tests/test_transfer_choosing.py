@@ -15,6 +15,7 @@ from kvferry.layout import BlockTable, PoolLayout
 from kvferry.protocol.ticket import read_ticket
 from kvferry.transfer import Endpoint, Pool
 from kvferry.transfer.choosing import DESCRIPTORS, NBYTES, measured_seconds, rank
+from kvferry.transport import shm_offer
 from link_kit import line, links, profile, sweep
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -90,6 +91,19 @@ def test_a_transport_that_does_not_work_is_passed_over_and_named(
             BlockTable(0, [4]),
             transport="auto",
         ).result()
+
+
+def test_another_users_process_is_reached_by_tcp(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two users on one host: shm is for one of them, and auto takes the next."""
+    prefill = opened(LAYOUT, ("tcp://127.0.0.1:0", unique_address("shm")), name="prefill")
+    decode = opened(LAYOUT, name="decode")
+    monkeypatch.setattr(shm_offer.os, "geteuid", lambda: 12_345)
+    ticket = prefill.offer(None, BlockTable(0, [1]), tokens=8, request_id="r")
+    move = decode.pull(ticket, BlockTable(0, [2]), transport="auto")
+    move.result()
+    move.started()
+    assert move.record.transport == "tcp"
+    assert "shm: the peer runs as user" in move.record.chosen
 
 
 def test_what_this_side_may_not_use_is_passed_over_too(

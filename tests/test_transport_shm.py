@@ -162,7 +162,7 @@ def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     accepted: list[Connection] = []
     listener = loop.run(transport.listen(shm_address(), accepted.append))
     monkeypatch.setattr(shm_offer.os, "geteuid", lambda: 12_345)
-    with pytest.raises(PeerError, match="user") as caught:
+    with pytest.raises(TransportError, match="user") as caught:
         loop.run(transport.connect(listener.address, WAIT_SECONDS))
     assert caught.value.next_step
     with raw_socket(listener.address) as sock:

@@ -227,7 +227,7 @@ def _new_socket() -> socket.socket:
 
 
 async def _dial(address: Address) -> socket.socket:
-    """A connected socket to a process of this user. Raises TransportError, PeerError."""
+    """A connected socket to a process of this user. Raises TransportError."""
     sock = _new_socket()
     with closing_on_failure(sock):
         try:

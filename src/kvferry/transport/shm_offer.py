@@ -54,11 +54,14 @@ class Cookie:
 
 
 def check_same_user(sock: socket.socket, peer: str) -> int:
-    """The peer's process id as the kernel says it. Raises PeerError for another user's process."""
+    """The peer's process id as the kernel says it. Raises TransportError for another user's process.
+
+    That is no fault of the peer: another transport may reach it.
+    """
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.geteuid():
-        raise PeerError(
+        raise TransportError(
             f"the peer runs as user {uid}, this side as {os.geteuid()}",
             phase="connect",
             peer=peer,
