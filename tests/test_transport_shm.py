@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import wait_until
-from kvferry.errors import PeerError, TransportError
+from kvferry.errors import TransportError
 from kvferry.layout import BlockTable, PoolLayout, copy_plan
 from kvferry.testing.guards import ScriptedGuard
 from kvferry.testing.plans import expected_digests, make_plan, random_plan

@@ -104,7 +104,7 @@ class Spread(Record, frozen=True, kw_only=True):
         return max(ratio for ratio in known if ratio is not None)
 
     def ratio(self, q: float) -> float:
-        """The quantile ``q``; raises InputError for a ``q`` outside, NoPlanError where the samples are too few."""
+        """The quantile ``q``; raises InputError for a ``q`` outside, NoPlanError for too few samples."""
         if not 0.5 <= q <= 0.99:
             raise InputError(f"q: {q} is not from 0.5 to 0.99")
         ratio = self.ratio_or_none(q)

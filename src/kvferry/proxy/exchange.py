@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -182,7 +181,8 @@ class Exchange:
         if plain is None:
             params = params | {"kvferry_first_token": "emit"}
             if pair.prefill.continues:
-                self._model_of(pair.decode)  # known when prefill is done
+                # Known when prefill is done.
+                self._state.upstream.begin_model(pair.decode, self._body.fields.get("model"), self._headers)
         with pair.prefill.busy(self._tokens):
             under_way, started = pair.prefill.tokens, time.monotonic()
             answer = await self._ask(
@@ -210,14 +210,11 @@ class Exchange:
                 reason = how
         return _Given(answer, back, f"decode; {reason}", is_emitted)
 
-    def _model_of(self, decode: Worker) -> asyncio.Task[str]:
-        return self._state.upstream.model(decode, self._body.fields.get("model"), self._headers)
-
     async def _why_another_model(self, model: Any, decode: Worker) -> str:
         """Why prefill's token may not be decode's, or "": a token that is out cannot be taken back."""
         if not isinstance(model, str) or not model:
             return "prefill does not say which model it runs"
-        theirs = await asyncio.shield(self._model_of(decode))
+        theirs = await self._state.upstream.model(decode, self._body.fields.get("model"), self._headers)
         if not theirs:
             return "decode does not say which model it runs"
         return "" if theirs == model else "decode runs another model than prefill"

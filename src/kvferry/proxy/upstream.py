@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.errors import PeerError
 from kvferry.proxy.options import ProxyOptions
-from kvferry.proxy.workers import Worker
+from kvferry.proxy.workers import ModelAsked, Worker
 from kvferry.sse import event_data
 
 __all__ = ["MODEL_KEY", "RefusedError", "Upstream", "WorkerFailedError"]
@@ -60,6 +60,10 @@ class EndingError(WorkerFailedError):
         self.args = ("the proxy was told to end before this answer was whole; send the request again",)
 
 
+class _TooLongError(Exception):
+    """An answer that began, and was not whole in time."""
+
+
 class RefusedError(Exception):
     """A worker refused the request itself: the client is to see its answer as it is."""
 
@@ -91,7 +95,7 @@ class Upstream:
             await answer.aclose()
 
     async def close(self) -> None:
-        await asyncio.gather(*self._beside)
+        await asyncio.gather(*self._beside, return_exceptions=True)
         await self._client.aclose()
 
     async def check(
@@ -129,30 +133,49 @@ class Upstream:
 
         self._begin(tell())
 
-    def model(self, worker: Worker, name: Any, headers: Mapping[str, str]) -> asyncio.Task[str]:
+    async def model(self, worker: Worker, name: Any, headers: Mapping[str, str]) -> str:
         """A digest of the model that a worker runs, as it says itself now or said a moment ago; else "".
 
         It is asked in a completion of one token, beside all else. ``name``: the client's word for the model.
         """
-        task = worker.model
-        if task is None or (task.done() and worker.model_until <= time.monotonic()):
-            task = worker.model = self._begin(self._ask_model(worker, name, headers))
-        return task
+        asked = self.begin_model(worker, name, headers)
+        told = await asyncio.shield(asked.task)
+        if told is None and asked.asker != _asker(name, headers):  # refused was another client's name or key
+            told = await asyncio.shield(self._new_model(worker, name, headers).task)
+        return told or ""
 
-    async def _ask_model(self, worker: Worker, name: Any, headers: Mapping[str, str]) -> str:
+    def begin_model(self, worker: Worker, name: Any, headers: Mapping[str, str]) -> ModelAsked:
+        """Ask for what ``model`` gives, unless that is under way or known."""
+        asked = worker.model
+        if asked is None or (asked.task.done() and asked.until <= time.monotonic()):
+            return self._new_model(worker, name, headers)
+        return asked
+
+    def _new_model(self, worker: Worker, name: Any, headers: Mapping[str, str]) -> ModelAsked:
+        task = self._begin(self._ask_model(worker, name, headers))
+        asked = worker.model = ModelAsked(_asker(name, headers), task)
+
+        def hold(done: asyncio.Task[str | None]) -> None:
+            is_told = not done.cancelled() and done.exception() is None and done.result()
+            asked.until = time.monotonic() + (_MODEL_SECONDS if is_told else _NO_MODEL_SECONDS)
+
+        task.add_done_callback(hold)
+        return asked
+
+    async def _ask_model(self, worker: Worker, name: Any, headers: Mapping[str, str]) -> str | None:
+        """The digest, "" from a worker that does not say it, None where it refuses this client."""
         fields = {"prompt": [0], "max_tokens": 1, "temperature": 0, "kv_transfer_params": {MODEL_KEY: "?"}}
         if name is not None:
             fields["model"] = name
-        told = None
-        with contextlib.suppress(WorkerFailedError, RefusedError):
-            seconds = self._options.connect_seconds
-            told = (await self.ask(worker, "/v1/completions", fields, headers, seconds)).get(
-                "kv_transfer_params"
-            )
+        try:
+            answer = await self.ask(worker, "/v1/completions", fields, headers, self._options.connect_seconds)
+        except RefusedError:
+            return None
+        except WorkerFailedError:
+            return ""
+        told = answer.get("kv_transfer_params")
         model = told.get(MODEL_KEY) if isinstance(told, dict) else None
-        is_told = isinstance(model, str) and bool(model)
-        worker.model_until = time.monotonic() + (_MODEL_SECONDS if is_told else _NO_MODEL_SECONDS)
-        return str(model) if is_told else ""
+        return model if isinstance(model, str) else ""
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that no request waits for; ``close`` does."""
@@ -172,7 +195,7 @@ class Upstream:
         try:
             return await self.ask(worker, path, fields, headers, seconds)
         except WorkerFailedError as error:
-            if not isinstance(error.__cause__, httpx.ReadTimeout):
+            if not isinstance(error.__cause__, httpx.ReadTimeout | _TooLongError):
                 raise
             raise WorkerFailedError(
                 worker,
@@ -189,13 +212,24 @@ class Upstream:
         headers: Mapping[str, str],
         limit_seconds: float,
     ) -> dict[str, Any]:
-        """The JSON answer (without fields: to a GET). Raises WorkerFailedError, RefusedError."""
-        async with self._request(worker, path, fields, headers, limit_seconds) as answer:
-            body = bytearray()
-            async for part in answer.aiter_bytes():
-                body += part
-                if len(body) > MAX_ANSWER_NBYTES:
-                    raise WorkerFailedError(worker, f"answered more than {MAX_ANSWER_NBYTES} bytes")
+        """The JSON answer (without fields: to a GET), within its limit however it comes.
+
+        Raises WorkerFailedError, RefusedError.
+        """
+        body = bytearray()
+        try:
+            # Each byte has the limit too; one now and then must not make it longer.
+            async with (
+                asyncio.timeout(self._options.connect_seconds + limit_seconds),
+                self._request(worker, path, fields, headers, limit_seconds) as answer,
+            ):
+                async for part in answer.aiter_bytes():
+                    body += part
+                    if len(body) > MAX_ANSWER_NBYTES:
+                        raise WorkerFailedError(worker, f"answered more than {MAX_ANSWER_NBYTES} bytes")
+        except TimeoutError as error:
+            reason = f"had no whole answer after {limit_seconds:.3g} s"
+            raise WorkerFailedError(worker, reason, status=504) from _TooLongError(str(error))
         try:
             parsed = msgspec.json.decode(bytes(body))
         except (msgspec.DecodeError, RecursionError):
@@ -229,12 +263,13 @@ class Upstream:
     ) -> AsyncIterator[httpx.Response]:
         timeout = httpx.Timeout(limit_seconds, connect=self._options.connect_seconds)
         content = None if fields is None else msgspec.json.encode(fields)
-        passed = {name: headers[name] for name in _PASSED_ON if name in headers}
+        # As bytes, as they came: the client would have ASCII.
+        passed = {name.encode(): headers[name].encode("latin-1") for name in _PASSED_ON if name in headers}
         asked = self._client.stream(
             "GET" if fields is None else "POST",
             worker.place.url + path,
             content=content,
-            headers=passed | {"content-type": "application/json"},
+            headers=passed | {b"content-type": b"application/json"},
             timeout=timeout,
         )
         async with contextlib.AsyncExitStack() as stack:
@@ -286,6 +321,10 @@ class Upstream:
         if self.is_ending:
             raise EndingError(worker)
         raise WorkerFailedError(worker, "ended its stream in the middle")
+
+
+def _asker(name: Any, headers: Mapping[str, str]) -> tuple[Any, str]:
+    return name, headers.get("authorization", "")
 
 
 async def _raise_status(worker: Worker, answer: httpx.Response) -> None:

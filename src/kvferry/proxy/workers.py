@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.proxy.options import Place, ProxyOptions, shown_name
 from kvferry.proxy.pays import Costs
@@ -19,6 +20,17 @@ _GUESSED_SECONDS_PER_TOKEN = 1e-4
 """Until a worker has answered once; alike for all, so it only weighs load against links."""
 _STEP_SECONDS = 1e-3
 """What one more running request counts at decode, beside links: it breaks ties between equal ways."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelAsked:
+    """A worker's word of its model. ``asker``: the name and the key of the client that it was asked for;
+    ``task``: the digest, "" where it says none, None where it refuses the asker; ``until``: how long it is
+    good, once it is there."""
+
+    asker: tuple[Any, str]
+    task: asyncio.Task[str | None]
+    until: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +49,7 @@ class Worker:
     failed: int = 0
     has_check: bool = True
     continues: bool = False
-    model: asyncio.Task[str] | None = None
-    model_until: float = 0.0
+    model: ModelAsked | None = None
     _is_timed: bool = False
 
     @contextlib.contextmanager
@@ -96,7 +107,9 @@ class Workers:
     def failed(self, worker: Worker) -> None:
         """Leave it out for a while."""
         worker.failed += 1
-        worker.model_until = 0.0  # who comes up again there may run another
+        for other in (*self.prefill, *self.decode, worker):
+            if other.place.url == worker.place.url:
+                other.model = None  # who comes up again there may run another
         worker.failed_until = time.monotonic() + self._cooldown_seconds
 
     def pair(self, tokens: int, without: Sequence[Worker] = ()) -> Pair | None:
