@@ -6,8 +6,10 @@ is a defect. ``tests/fuzz.py`` drives them by coverage (``make fuzz``), ``test_f
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +31,17 @@ from kvferry.transfer.bundle import pack_layouts, read_bundle, seal_bundle
 from kvferry.transfer.lease import Grants
 from kvferry.transport.base import MAX_FRAME_NBYTES, Direction
 from kvferry.transport.control import Control
+from kvferry.transport.greeting import (
+    TOKEN_NBYTES,
+    Role,
+    cannot_connect,
+    read_greeting,
+    read_refusal,
+    tell_refused,
+    write_greeting,
+)
 from kvferry.transport.shm_offer import _parse_offer
-from kvferry.transport.wire import REQUEST, Request, decode, decode_head, decode_reason
+from kvferry.transport.wire import MAX_REASON_NBYTES, REQUEST, Request, decode, decode_head, decode_reason
 from link_kit import links as links_of
 from link_kit import profile
 from size_cases import golden_cases
@@ -97,6 +108,26 @@ def reason(data: bytes) -> object:
     return decode_reason(data, "peer")
 
 
+def greeting(data: bytes) -> object:
+    """What a listener answers to whoever connects: a role, and behind REFUSED the reason."""
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        there.sendall(data[: MAX_REASON_NBYTES + 64])
+        there.close()
+        return asyncio.run(_greeted(here))
+
+
+async def _greeted(sock: socket.socket) -> Role:
+    try:
+        role, _ = await read_greeting(sock, "peer")
+        if role is Role.REFUSED:
+            raise await read_refusal(sock, "peer")
+    except OSError as error:
+        raise cannot_connect("peer", error) from error
+    return role
+
+
 def a_ticket(data: bytes) -> object:
     """A ticket, as who was given it reads it, and as its issuer opens it."""
     made = read_ticket(data)
@@ -154,6 +185,7 @@ FRAMES: tuple[Callable[[bytes], object], ...] = (
     control_stream,
     request,
     reason,
+    greeting,
     a_ticket,
     bundle,
     shm_offer,
@@ -179,6 +211,21 @@ def _requests() -> list[bytes]:
     return [b"".join(bytes(part) for part in one.encode()) for one in made]
 
 
+def _greetings() -> list[bytes]:
+    here, there = socket.socketpair()
+
+    async def say() -> None:
+        here.setblocking(False)
+        await write_greeting(here, Role.ACCEPTED, b"t" * TOKEN_NBYTES)
+        await tell_refused(here, PeerError("no"))
+
+    with here, there:
+        asyncio.run(say())
+        said = there.recv(4096)
+    nbytes = len(said) - said.rindex(b"KVFERRY")
+    return [said[:-nbytes], said[-nbytes:]]
+
+
 def _seeds() -> dict[str, list[bytes]]:
     """Valid inputs, from which mutation and coverage go on."""
     frames = [m.encode(one) for one in MESSAGES]
@@ -190,6 +237,7 @@ def _seeds() -> dict[str, list[bytes]]:
         ],
         "request": _requests(),
         "reason": [msgspec.msgpack.encode(PeerError("no").to_record())],
+        "greeting": _greetings(),
         "a_ticket": [seal_ticket(ticket(), KEY)],
         "bundle": [seal_bundle(pack_layouts((LAYOUT,)), ((seal_ticket(ticket(), KEY),),))],
         "shm_offer": [struct.pack("<4sBBHQQQ16s", b"KVFO", 0, 1, 0, 4096, 0, 0, bytes(16))],
