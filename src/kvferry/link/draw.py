@@ -25,7 +25,7 @@ def draw_seconds(fit: LinkFit, luck: float, nbytes: int, descriptors: int) -> fl
     spread = fit.spread_at(nbytes)
     if spread is None or not typical:
         return typical
-    ratio = fit.rising(nbytes, lambda band: _ratio(band, luck))
+    ratio = fit.between(nbytes, descriptors, lambda band: _ratio(band, luck))
     if nbytes > spread.up_to_nbytes:  # as in predict_quantile
         root = math.sqrt(fit.at_least(spread.up_to_nbytes, descriptors) / typical)
         ratio = spread.p50 + (ratio - spread.p50) * root

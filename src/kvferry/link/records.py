@@ -228,7 +228,7 @@ class LinkFit(Line, frozen=True, kw_only=True):
         if spread is None:
             raise NoPlanError("the spread of this fit was not kept", next_step="probe the pair again")
         spread.ratio(q)  # or the error that says what it lacks
-        ratio = self.rising(nbytes, lambda band: band.ratio_at_least(q))
+        ratio = self.between(nbytes, descriptors, lambda band: band.ratio_at_least(q))
         if nbytes > spread.up_to_nbytes:
             # Beyond what was measured, stalls of the many parts of a copy average out as they do
             # for independent parts: what exceeds p50 grows with the root of the time.
@@ -251,8 +251,8 @@ class LinkFit(Line, frozen=True, kw_only=True):
         spread = self.spread_at(nbytes)
         if spread is None or self.why_unknown(nbytes, descriptors) is not None:
             return typical, typical * typical
-        mean = typical * self.rising(nbytes, lambda band: band.mean)
-        deviation = typical * self.rising(nbytes, lambda band: band.deviation)
+        mean = typical * self.between(nbytes, descriptors, lambda band: band.mean)
+        deviation = typical * self.between(nbytes, descriptors, lambda band: band.deviation)
         if nbytes > spread.up_to_nbytes:  # as in predict_quantile
             root = math.sqrt(self.at_least(spread.up_to_nbytes, descriptors) / typical)
             mean = typical * (spread.p50 + max(0.0, spread.mean - spread.p50) * root)
@@ -264,11 +264,11 @@ class LinkFit(Line, frozen=True, kw_only=True):
             square = max(square, edge * edge * (band.mean**2 + band.deviation**2))
         return mean, square
 
-    def rising(self, nbytes: int, ratio_of: Callable[[Spread], float]) -> float:
+    def between(self, nbytes: int, descriptors: int, ratio_of: Callable[[Spread], float]) -> float:
         """A ratio of the spread of that size, which :meth:`spread_at` has.
 
-        From the largest size of one band to that of the next it rises in a straight line, so that it does not
-        jump. Where it is less in the next band it is that band's at once: in between, seconds could fall.
+        From the largest size of one band to that of the next it goes over to the next one's, so that it does
+        not jump: a ratio that rises, in a straight line; one that falls, as far as seconds do not.
         """
         below: tuple[int, float] | None = None
         for band in self.spreads:
@@ -276,9 +276,16 @@ class LinkFit(Line, frozen=True, kw_only=True):
             if nbytes <= band.up_to_nbytes or band is self.spreads[-1]:
                 break
             below = band.up_to_nbytes, ratio
-        if below is None or below[1] >= ratio or nbytes >= band.up_to_nbytes:
+        typical = self.at_least(nbytes, descriptors)
+        if below is None or nbytes >= band.up_to_nbytes or not typical:
             return ratio
-        return below[1] + (ratio - below[1]) * (nbytes - below[0]) / (band.up_to_nbytes - below[0])
+        from_nbytes, low = below
+        way = (nbytes - from_nbytes) / (band.up_to_nbytes - from_nbytes)
+        if low <= ratio:
+            return low + (ratio - low) * way
+        start = self.at_least(from_nbytes, descriptors) * low
+        end = max(start, self.at_least(band.up_to_nbytes, descriptors) * ratio)
+        return max(ratio, min(low, (start + (end - start) * way) / typical))
 
     def spread_at(self, nbytes: int) -> Spread | None:
         """The spread of copies of that size, or None where none was kept."""
