@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 
 import numpy as np
@@ -444,6 +445,26 @@ def growths(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int]]:
         nbytes + draw(st.integers(0, 10**9)),
         descriptors + draw(st.integers(0, 10**6)),
     )
+
+
+@pytest.mark.parametrize("means", [(1.0, 0.9), (0.9, 1.0)])
+@pytest.mark.parametrize("deviations", [(0.5, 0.7), (0.7, 0.5)])
+def test_moments_never_fall(means: tuple[float, float], deviations: tuple[float, float]) -> None:
+    """The mean, and that of the squares, whichever of mean and scatter is less in the next band."""
+    bands = tuple(
+        Spread(up_to_nbytes=end, samples=99, p50=0.9, mean=mean, deviation=deviation)
+        for end, mean, deviation in zip((1000, 4000), means, deviations, strict=True)
+    )
+    span = Span(low=1, high=10**4)
+    spans = {"nbytes": span, "descriptors": span, "block_bytes": span}
+    for rate in (1e8, 1e10):
+        fit = LinkFit(
+            a_seconds=1e-4, o_seconds=0.0, bytes_per_second=rate, samples=99, spreads=bands, **spans
+        )
+        found = [fit.mean_and_square(nbytes, 1) for nbytes in range(500, 6000, 100)]
+        for (mean, square), (more, squarer) in itertools.pairwise(found):
+            assert more >= mean * (1 - 1e-12)
+            assert squarer >= square * (1 - 1e-12)
 
 
 @given(fits(), growths(), st.floats(0.5, 0.99), st.floats(0.5, 0.99))

@@ -257,12 +257,11 @@ class LinkFit(Line, frozen=True, kw_only=True):
             root = math.sqrt(self.at_least(spread.up_to_nbytes, descriptors) / typical)
             mean = typical * (spread.p50 + max(0.0, spread.mean - spread.p50) * root)
             deviation *= root
-        square = mean * mean + deviation * deviation
         for band in itertools.takewhile(lambda band: band is not spread, self.spreads):
             edge = self.at_least(band.up_to_nbytes, descriptors)
-            mean = max(mean, edge * band.mean)
-            square = max(square, edge * edge * (band.mean**2 + band.deviation**2))
-        return mean, square
+            # Each by itself: where one falls while the other rises, their sum of squares may fall.
+            mean, deviation = max(mean, edge * band.mean), max(deviation, edge * band.deviation)
+        return mean, mean * mean + deviation * deviation
 
     def between(self, nbytes: int, descriptors: int, ratio_of: Callable[[Spread], float]) -> float:
         """A ratio of the spread of that size, which :meth:`spread_at` has.
