@@ -225,7 +225,9 @@ def prediction(result: dict[str, Any]) -> list[str]:
     for run in result["runs"]:
         machine = run["machine"]
         loads = f"{machine['load_at_start']:.1f} to {machine['load_at_end']:.1f}"
-        lines += ["", f"`{run['command']}`, {machine['date'][:16].replace('T', ' ')} UTC, load {loads}:", ""]
+        when = f"{machine['date'][:16].replace('T', ' ')} UTC, commit {machine['commit']}"
+        command = run["command"].partition(" --add ")[0]
+        lines += ["", f"`{command}`, {when}, load {loads}, {machine['scheduling']}:", ""]
         lines += _predicted(run["rows"])
     return lines
 
