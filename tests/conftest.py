@@ -62,6 +62,26 @@ def held_by_this_process() -> Counter[str]:
     return +held
 
 
+# Their tests share what takes long to make (servers, faults that are played side by side), so each file goes
+# to one worker of xdist. By name: from pytest 9.2 on the marks of xdist 3.8 (`xdist_group`) do nothing.
+_TOGETHER = frozenset({"tests/test_faults.py", "tests/test_proxy.py", "tests/test_serve.py"})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How ``--dist loadgroup`` shares out the tests: each to whoever is free, but for those files."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, _ = nodeid.partition("::")
+            return file if file in _TOGETHER else nodeid
+
+    return ByFile(config, log)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: else each ``gc.collect`` of ``held_by_this_process`` walks it again."""
     gc.collect()

@@ -23,8 +23,6 @@ CUTS = (
     "decode-pull-verifying-cut-link-tcp-sealed",
     "decode-push-copying-cut-link-tcp-plain",
 )
-# All of them on one worker of xdist, so that each is played once.
-pytestmark = pytest.mark.xdist_group("faults")
 
 
 def chosen() -> list[Case]:

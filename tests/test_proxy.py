@@ -29,8 +29,7 @@ def proxy(*arguments: str) -> Server:
     return Server(*arguments, verb="proxy", model=())
 
 
-# All of them on one worker of xdist, so that the servers start once.
-pytestmark = [pytest.mark.xdist_group("servers"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

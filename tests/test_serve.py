@@ -30,8 +30,7 @@ REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
 EMIT = {"kvferry_first_token": "emit"}
 
 
-# All of them on one worker of xdist, so that the servers start once.
-pytestmark = [pytest.mark.xdist_group("servers"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
