@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
 from kvferry.errors import InputError
-from kvferry.link import Knee, LinkProfile, Mode, Span, Spread
+from kvferry.link import FAR, Knee, LinkProfile, Mode, Span, Spread
 from kvferry.link.load import load_links
 from kvferry.plan.check import Answer, Binding, Verdict, answer
 from kvferry.plan.compute import PrefillLaw
@@ -454,8 +454,14 @@ def test_flips_are_borders(rate: float, tokens: int, target: float, *, with_prof
     holds = found.verdict is Verdict.HOLDS
     longest = borders["max_prompt_tokens"].value
     if isinstance(longest, int):
-        assert turned(question, prompt_tokens=longest).verdict is Verdict.HOLDS
-        assert turned(question, prompt_tokens=longest + 1).verdict is Verdict.DOES_NOT_HOLD
+        at, beyond = (turned(question, prompt_tokens=prompt) for prompt in (longest, longest + 1))
+        if borders["max_prompt_tokens"].is_estimate:
+            assert longest > FAR * tokens  # what a time of one prompt says of far longer ones
+            assert at.verdict is Verdict.UNKNOWN
+            assert at.ttft_seconds <= target < beyond.ttft_seconds
+        else:
+            assert at.verdict is Verdict.HOLDS
+            assert beyond.verdict is (Verdict.UNKNOWN if beyond.unknown else Verdict.DOES_NOT_HOLD)
         assert holds == (tokens <= longest)
     fewest = borders["min_cached_tokens"].value
     if isinstance(fewest, int):

@@ -15,18 +15,21 @@ from msgspec.structs import replace
 from kvferry.cli import run
 from kvferry.link import FAR, ConditionFit, Knee, LinkFit, LinkProfile, Mode, Span, Spread
 from kvferry.link.draw import draw_seconds
-from kvferry.link.load import encode_links
-from kvferry.plan.check import Binding, Verdict, answer, link_service
+from kvferry.link.load import encode_links, load_links
+from kvferry.plan.break_even import break_even
+from kvferry.plan.check import Binding, Verdict, answer
 from kvferry.plan.compute import DecodeLaw, MeasuredRange, PrefillLaw
 from kvferry.plan.fleet import EngineRules, Fleet, Instance, Role, Spot
 from kvferry.plan.flips import flips
 from kvferry.plan.handoff import Way, handoff_service, link_time
 from kvferry.plan.payload import PayloadTable, PoolFormat
+from kvferry.plan.promise import FirstToken, GivenPrefill
 from kvferry.plan.route import Policy
 from kvferry.plan.simulate import simulate
 from kvferry.plan.sizing import TierUse, ports_rate
 from kvferry.plan.tier import TierCost
 from kvferry.plan.trace import TraceRow
+from kvferry.plan.waits import link_service
 from plan_kit import LLAMA_70B, link, link_file, profile, promise
 
 PAYLOAD = PayloadTable(LLAMA_70B, PoolFormat())
@@ -323,6 +326,81 @@ def test_a_prompt_far_beyond_the_profile_is_unknown() -> None:
         # 4,000 tokens take 410 ms of prefill, with the first step more.
         assert answer(replace(asked, target_seconds=0.41)).verdict is Verdict.DOES_NOT_HOLD
         assert answer(replace(asked, target_seconds=0.45)).verdict is Verdict.UNKNOWN
+
+
+@pytest.mark.parametrize("part", ["link", "profile", "given"])
+@pytest.mark.parametrize("has_arrivals", [False, True])
+def test_waits_behind_prompts_that_are_too_far_are_estimates(part: str, *, has_arrivals: bool) -> None:
+    """The prompt itself was measured, but more than 1 % of those that it waits for lie too far: unknown, in
+    the grid and the flips too; 1 in 200 is still measured. Too long behind those that were: does not hold.
+    """
+    nbytes, pieces = PAYLOAD.pair(1000)
+    prefill = {
+        "link": profile(),
+        "profile": profile(covers=MeasuredRange(100, 1000, 8)),
+        "given": GivenPrefill(0.11, 1000, 0),
+    }[part]
+    way = Way(measured_to(nbytes, pieces) if part == "link" else link(spread=1.2))
+    for long, verdict in ((1, Verdict.HOLDS), (10, Verdict.UNKNOWN)):
+        asked = promise(
+            prompt_tokens=1000,
+            target_seconds=20.0,
+            prefill=prefill,
+            way=way,
+            requests_per_second=0.2,
+            prompt_lengths=np.array([4200 + 100 * n if n < long else 1000 for n in range(200)]),
+            arrival_seconds=np.arange(200.0) if has_arrivals else None,
+        )
+        found = answer(asked)
+        assert (found.verdict, found.is_measured) == (verdict, verdict is Verdict.HOLDS)
+        assert set(break_even(asked).verdicts[0]) == {verdict}  # the row without hits, at any length
+        assert flips(asked, found)["min_cached_tokens"].is_estimate is (verdict is Verdict.UNKNOWN)
+        without_rate = answer(replace(asked, requests_per_second=None))
+        assert (without_rate.verdict, without_rate.is_measured) == (Verdict.HOLDS, True)
+    assert found.unknown[0].startswith("5% of the workload's prompts: ")
+    assert "more than 4 times" in found.unknown[0]
+    assert found.binding is (Binding.UNMEASURED if part == "link" else Binding.UNKNOWN_PREFILL)
+    if part == "link":
+        from_prefill = answer(replace(asked, first_token=FirstToken.PREFILL))
+        assert (from_prefill.verdict, from_prefill.is_measured) == (Verdict.HOLDS, False)
+    else:
+        assert answer(replace(asked, queue_seconds=0.0)).verdict is Verdict.HOLDS
+    assert answer(replace(asked, target_seconds=0.1)).verdict is Verdict.DOES_NOT_HOLD
+    busy = replace(asked, requests_per_second=20.0, target_seconds=5.0)
+    assert answer(busy).verdict is Verdict.DOES_NOT_HOLD
+
+
+def test_a_given_prefill_reaches_four_times_what_it_computed() -> None:
+    """Longer prompts are unknown, the flip of the prompt says so; what the prefix spared counts as computed
+    by nobody. Too long already where it reaches: does not hold.
+    """
+    for cached, longest in ((0, 4000), (600, 2200)):
+        asked = promise(prefill=GivenPrefill(0.01, 1000, cached), cached_tokens=cached, target_seconds=9.0)
+        assert answer(replace(asked, prompt_tokens=longest)).verdict is Verdict.HOLDS
+        far = replace(asked, prompt_tokens=longest + 1)
+        assert answer(far).verdict is Verdict.UNKNOWN
+        assert "--prefill-seconds was measured at" in answer(far).unknown[0]
+        assert answer(replace(far, target_seconds=0.03)).verdict is Verdict.DOES_NOT_HOLD
+        near = replace(asked, prompt_tokens=1000)
+        assert flips(near, answer(near))["max_prompt_tokens"].is_estimate
+        assert not flips(near, answer(near))["min_cached_tokens"].is_estimate
+
+
+def test_a_flip_that_is_nowhere_is_an_estimate_where_only_estimates_say_so() -> None:
+    """Too long by a link that was not measured: nowhere by the estimate; too long without it: nowhere."""
+    way = Way(load_links("eth100").select())
+    for seconds, is_estimate in ((0.5, True), (2.0, False)):
+        asked = promise(way=way, target_seconds=1.0, prefill=GivenPrefill(seconds, 4096, 0), sync_seconds=1.0)
+        found = flips(asked, answer(asked))
+        for knob in (
+            "max_prompt_tokens",
+            "min_cached_tokens",
+            "min_prefix_hit_share",
+            "min_bytes_per_second",
+        ):
+            assert found[knob].value is None or knob == "max_prompt_tokens"
+        assert {found[knob].is_estimate for knob in ("min_cached_tokens", "kv_dtype")} == {is_estimate}
+        assert found["min_bytes_per_second"].is_estimate is is_estimate
 
 
 def test_a_run_whose_prompts_or_batches_are_too_far_is_an_estimate() -> None:

@@ -42,7 +42,7 @@ def print_json(
         "binding": found.binding,
         "flips": turned,
         "unknown": found.unknown,
-        "is_measured": found.transfer.unknown is None and found.is_within_profile,
+        "is_measured": found.is_measured,
         "prompt_tokens": promise.prompt_tokens,
         "cached_tokens": promise.cached_tokens,
         "wire_bytes": found.payload.nbytes,

@@ -16,18 +16,21 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from functools import lru_cache
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+from msgspec.structs import replace
 
-from kvferry.model import ModelShape
 from kvferry.plan.compute import UNKNOWN_COMPUTE, ComputeProfile
-from kvferry.plan.handoff import LinkTime, exposed_seconds, handoff_service, link_time
-from kvferry.plan.payload import Payload, PayloadTable, PoolFormat
+from kvferry.plan.handoff import LinkTime, exposed_seconds, link_time
+from kvferry.plan.payload import Payload
 from kvferry.plan.promise import FirstToken, GivenPrefill, Promise, check_promise
-from kvferry.plan.queue import Service, empirical_waits
+from kvferry.plan.waits import (
+    far_handoffs,
+    far_prompts,
+    link_queue_seconds,
+    payloads,
+    prefill_queue_seconds,
+)
 
 __all__ = [
     "Answer",
@@ -35,14 +38,8 @@ __all__ = [
     "Split",
     "Verdict",
     "answer",
-    "has_arrivals",
     "last_chunk",
-    "link_service",
-    "prefill_service",
 ]
-
-_SEED = 1
-"""Of the draw of handoff times behind a trace's own arrivals: one question has one answer."""
 
 
 class Verdict(StrEnum):
@@ -102,7 +99,9 @@ class Answer(msgspec.Struct, frozen=True):
         gap_seconds: what lies between the first token and the second where prefill emits the first.
         unknown: what of it is an estimate or missing, or empty; with some, it is never "holds".
         warnings: what it does not cover.
-        is_within_profile: False where the prompt or the batch is far beyond what the profile was measured at.
+        is_within_profile: False where the prompt, the batch or the prompts that it waits for are far beyond
+            what prefill was measured at.
+        is_measured: neither that, nor a handoff, its own or one that it waits for, that is not measured.
     """
 
     verdict: Verdict
@@ -117,6 +116,7 @@ class Answer(msgspec.Struct, frozen=True):
     unknown: tuple[str, ...]
     warnings: tuple[str, ...]
     is_within_profile: bool
+    is_measured: bool
 
 
 def answer(promise: Promise) -> Answer:
@@ -127,20 +127,22 @@ def answer(promise: Promise) -> Answer:
     transfer = link_time(promise.way, payload.nbytes, payload.descriptors)
     prefill = promise.prefill_seconds()
     exposed = _exposed(promise, transfer.seconds, prefill or 0.0)
-    link_queue = _link_queue(promise)
+    link_queue = link_queue_seconds(promise)
     step = promise.first_step_seconds() or 0.0
     from_decode = promise.first_token is FirstToken.DECODE
     split = Split(
-        queue_seconds=_prefill_queue(promise),
+        queue_seconds=prefill_queue_seconds(promise),
         prefill_seconds=prefill or 0.0,
         link_queue_seconds=link_queue if from_decode else 0.0,
         exposed_transfer_seconds=exposed if from_decode else 0.0,
         first_decode_step_seconds=step if from_decode else 0.0,
     )
-    unknown = _unknown(promise, prefill, transfer)
-    is_far = _far_compute(promise) is not None
-    known = _known_far(promise) if is_far else _known(promise, split, transfer)
-    verdict = _verdict(promise, split, known, unknown)
+    far_prefill, far_link = (
+        _too_far(promise) or far_prompts(promise),
+        transfer.unknown or far_handoffs(promise),
+    )
+    unknown = _unknown(promise, prefill, far_prefill, far_link)
+    verdict = _verdict(promise, split, transfer, unknown)
     ttft = None if prefill is None else split.total
     return Answer(
         verdict=verdict,
@@ -149,14 +151,15 @@ def answer(promise: Promise) -> Answer:
         slack_seconds=None if ttft is None else promise.target_seconds - ttft,
         split=split,
         binding=Binding.UNKNOWN_PREFILL
-        if is_far and verdict is Verdict.UNKNOWN
+        if far_prefill is not None and verdict is Verdict.UNKNOWN
         else _binding(promise, split, transfer, () if verdict is Verdict.DOES_NOT_HOLD else unknown),
         payload=payload,
         transfer=transfer,
         gap_seconds=None if from_decode else link_queue + exposed + step,
         unknown=unknown,
         warnings=size.warnings + _warnings(promise, transfer, split.queue_seconds + link_queue),
-        is_within_profile=not is_far,
+        is_within_profile=far_prefill is None,
+        is_measured=far_prefill is far_link is None,
     )
 
 
@@ -174,27 +177,29 @@ def last_chunk(promise: Promise) -> LinkTime:
     """The link's time for what leaves after prefill's last chunk: as if all before it were at decode."""
     assert promise.chunk_tokens is not None
     held = max(promise.cached_tokens, promise.prompt_tokens - promise.chunk_tokens)
-    payload = _payloads(promise.shape, promise.pool).at(promise.prompt_tokens, held)
+    payload = payloads(promise.shape, promise.pool).at(promise.prompt_tokens, held)
     return link_time(promise.way, payload.nbytes, payload.descriptors)
 
 
-def _unknown(promise: Promise, prefill: float | None, transfer: LinkTime) -> tuple[str, ...]:
+def _unknown(
+    promise: Promise, prefill: float | None, far_prefill: str | None, far_link: str | None
+) -> tuple[str, ...]:
     reasons = []
     if prefill is None:
         reasons.append(UNKNOWN_COMPUTE)
-    if (far := _far_compute(promise)) is not None:
-        reasons.append(f"{far}; measure it with such")
+    if far_prefill is not None:
+        reasons.append(f"{far_prefill}; measure it with such")
     # Where prefill emits the first token, the link is no part of the promise.
-    if transfer.unknown is not None and promise.first_token is FirstToken.DECODE:
-        reasons.append(transfer.unknown)
+    if far_link is not None and promise.first_token is FirstToken.DECODE:
+        reasons.append(far_link)
     return tuple(reasons)
 
 
-def _far_compute(promise: Promise) -> str | None:
-    """Why the profile does not reach so far, or None."""
-    if not isinstance(promise.prefill, ComputeProfile):
-        return None
-    return promise.prefill.too_far(promise.prompt_tokens, _batch(promise))
+def _too_far(promise: Promise) -> str | None:
+    """Why what was measured of prefill does not reach so far, or None."""
+    return (
+        None if promise.prefill is None else promise.prefill.too_far(promise.prompt_tokens, _batch(promise))
+    )
 
 
 def _batch(promise: Promise) -> int:
@@ -208,9 +213,9 @@ def _known_far(promise: Promise) -> float:
 
     Nothing of the link: how much of it prefill hides is not known either.
     """
-    assert isinstance(promise.prefill, ComputeProfile)
+    assert promise.prefill is not None
     tokens, batch = promise.prefill.reach
-    within = msgspec.structs.replace(
+    within = replace(
         promise,
         prompt_tokens=int(min(promise.prompt_tokens, tokens)),
         decode_batch=None if promise.decode_batch is None else int(min(promise.decode_batch, batch)),
@@ -223,106 +228,23 @@ def _known_far(promise: Promise) -> float:
 def _known(promise: Promise, split: Split, transfer: LinkTime) -> float:
     """Seconds that the TTFT has at least, as far as was measured; an unknown prefill counts 0.
 
-    A handoff too far beyond what was measured takes no less than the largest that is not.
+    A handoff too far beyond what was measured takes no less than the largest that is not; so do those
+    handoffs and prompts that this one waits for.
     """
     prefill = promise.prefill_seconds()
+    queue = prefill_queue_seconds(promise, within_reach=True)
+    without_link = replace(split, queue_seconds=queue).without_link
     if prefill is None or not transfer.known_seconds or promise.first_token is not FirstToken.DECODE:
-        return split.without_link
+        return without_link
     exposed = _exposed(promise, transfer.known_seconds, prefill, is_known=True)
-    return split.without_link + _link_queue(promise, within_reach=True) + exposed
+    return without_link + link_queue_seconds(promise, within_reach=True) + exposed
 
 
-def _verdict(promise: Promise, split: Split, known: float, unknown: tuple[str, ...]) -> Verdict:
-    if known > promise.target_seconds:
-        return Verdict.DOES_NOT_HOLD
-    if unknown:
-        return Verdict.UNKNOWN
-    return Verdict.HOLDS if split.total <= promise.target_seconds else Verdict.DOES_NOT_HOLD
-
-
-def _prefill_queue(promise: Promise) -> float:
-    if promise.queue_seconds is not None:
-        return promise.queue_seconds
-    rate = promise.requests_per_second
-    seconds = promise.prefill_seconds()
-    if not rate or seconds is None:
-        return 0.0
-    if has_arrivals(promise):
-        return _walked(promise, rate, _prefill_times(promise))
-    return prefill_service(promise).wait_quantile_seconds(rate, promise.way.quantile)
-
-
-def prefill_service(promise: Promise) -> Service:
-    """How long prefill is busy with one prompt of the workload, by its first two moments."""
-    if promise.prompt_lengths is None:
-        return Service.fixed(promise.prefill_seconds() or 0.0)
-    return Service.of(_prefill_times(promise))
-
-
-def _prefill_times(promise: Promise) -> NDArray[np.float64]:
-    """Of each prompt of the workload, in order."""
-    assert promise.prompt_lengths is not None
-    lengths, which = np.unique(promise.prompt_lengths, return_inverse=True)
-    times = np.array([promise.prefill_seconds(int(length)) or 0.0 for length in lengths])
-    return np.asarray(times[which], dtype=np.float64)
-
-
-def _link_queue(promise: Promise, *, within_reach: bool = False) -> float:
-    rate = promise.requests_per_second
-    if not rate:
-        return 0.0
-    if has_arrivals(promise):
-        assert promise.prompt_lengths is not None
-        lengths, which = np.unique(promise.prompt_lengths, return_inverse=True)
-        normals = np.random.default_rng(_SEED).standard_normal(len(which))
-        times = np.empty(len(which))
-        for at, length in enumerate(lengths):
-            service = _handoff(promise, int(length), within_reach=within_reach)
-            times[which == at] = service.times(normals[which == at])
-        return _walked(promise, rate, times)
-    service = link_service(promise, within_reach=within_reach)
-    return service.wait_quantile_seconds(rate, promise.way.quantile)
-
-
-def link_service(promise: Promise, *, within_reach: bool = False) -> Service:
-    """How long the link is busy with one handoff of the workload, by its first two moments.
-
-    ``within_reach``: of handoffs cut to what was measured.
-    """
-    if promise.prompt_lengths is None:
-        return _handoff(promise, promise.prompt_tokens, within_reach=within_reach)
-    lengths, counts = np.unique(promise.prompt_lengths, return_counts=True)
-    parts = [_handoff(promise, int(length), within_reach=within_reach) for length in lengths]
-    return Service.mixture(parts, counts.tolist())
-
-
-def _handoff(promise: Promise, length: int, *, within_reach: bool = False) -> Service:
-    payload = _payloads(promise.shape, promise.pool).at(length, min(promise.cached_tokens, length))
-    return handoff_service(promise.way, payload.nbytes, payload.descriptors, within_reach=within_reach)
-
-
-def has_arrivals(promise: Promise) -> bool:
-    """Whether waits come from a trace's own arrivals instead of Poisson's."""
-    arrivals = promise.arrival_seconds
-    return (
-        promise.prompt_lengths is not None
-        and arrivals is not None
-        and len(arrivals) >= 2
-        and bool(arrivals[-1] > arrivals[0])
-    )
-
-
-def _walked(promise: Promise, rate: float, times: NDArray[np.float64]) -> float:
-    """The quantile of the waits behind the trace's own arrivals, stretched to the rate."""
-    arrivals = promise.arrival_seconds
-    assert arrivals is not None
-    stretch = len(arrivals) / rate / float(arrivals[-1] - arrivals[0])
-    return float(np.quantile(empirical_waits(arrivals * stretch, times), promise.way.quantile))
-
-
-@lru_cache(maxsize=64)
-def _payloads(shape: ModelShape, pool: PoolFormat) -> PayloadTable:
-    return PayloadTable(shape, pool)
+def _verdict(promise: Promise, split: Split, transfer: LinkTime, unknown: tuple[str, ...]) -> Verdict:
+    if not unknown:
+        return Verdict.HOLDS if split.total <= promise.target_seconds else Verdict.DOES_NOT_HOLD
+    known = _known(promise, split, transfer) if _too_far(promise) is None else _known_far(promise)
+    return Verdict.DOES_NOT_HOLD if known > promise.target_seconds else Verdict.UNKNOWN
 
 
 def _binding(promise: Promise, split: Split, transfer: LinkTime, unknown: tuple[str, ...]) -> Binding:
@@ -363,7 +285,7 @@ def _warnings(promise: Promise, transfer: LinkTime, waits: float) -> tuple[str, 
         warnings.append("first decode step: not given, counted as 0; give --decode-seconds or a profile")
     if isinstance(promise.prefill, ComputeProfile):
         computed = promise.prompt_tokens - min(promise.cached_tokens, promise.prompt_tokens - 1)
-        outside = None if _far_compute(promise) else promise.prefill.outside(computed, _batch(promise))
+        outside = None if _too_far(promise) else promise.prefill.outside(computed, _batch(promise))
         warnings += [w for w in (promise.prefill.doubt, outside) if w]
     if isinstance(promise.prefill, GivenPrefill) and promise.prompt_lengths is not None:
         warnings.append("prefill of the other lengths: taken as proportional to --prefill-seconds")

@@ -8,10 +8,11 @@ import msgspec
 
 from kvferry.errors import NoPlanError
 from kvferry.link import Line, LinkFit
-from kvferry.plan.check import Answer, has_arrivals, last_chunk, link_service, prefill_service
+from kvferry.plan.check import Answer, last_chunk
 from kvferry.plan.compute import ComputeProfile, PrefillLaw
 from kvferry.plan.promise import FirstToken, GivenPrefill, Promise
 from kvferry.plan.queue import Service
+from kvferry.plan.waits import has_arrivals, link_service, prefill_service
 
 __all__ = ["Equation", "explain_check", "number"]
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvferry.errors import InputError
-from kvferry.plan.check import Answer, answer
+from kvferry.plan.check import Answer, Verdict, answer
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.promise import GivenPrefill, Promise
 from kvferry.units import format_rate
@@ -32,7 +32,8 @@ class Flip(msgspec.Struct, frozen=True):
         value: where the answer flips; None: nowhere in what was looked at.
         ttft_seconds: at that value.
         says: the same in words.
-        is_estimate: the answer there is an estimate: the link was not measured, or not nearly so far.
+        is_estimate: the answer there is an estimate: the link or prefill was not measured, or not nearly so
+            far. Where it flips nowhere: of the best that was looked at.
     """
 
     value: float | int | str | None
@@ -74,6 +75,11 @@ def _flip(value: float | str | None, promise: Promise, says: str) -> Flip:
     return Flip(value, found.ttft_seconds, says, is_estimate=bool(found.unknown))
 
 
+def _nowhere(promise: Promise, says: str) -> Flip:
+    """No flip: not even ``promise`` holds. An estimate unless what is known breaks it by itself."""
+    return Flip(None, None, says, is_estimate=answer(promise).verdict is Verdict.UNKNOWN)
+
+
 def _border(low: int, high: int, is_good: Callable[[int], bool]) -> int:
     """The last good number, where ``low`` is good and ``high`` is not."""
     while high - low > 1:
@@ -96,7 +102,7 @@ def _prompt(promise: Promise) -> Flip:
         if promise.prefill.cached_tokens:
             note += " or to the prompt, whichever takes longer"
     if not _holds(at(1)):
-        return Flip(None, None, "no prompt is short enough")
+        return _nowhere(at(1), "no prompt is short enough")
     high = max(2, promise.prompt_tokens)
     while _holds(at(high)):
         if high >= MAX_PROMPT_TOKENS:
@@ -118,7 +124,7 @@ def _cached(promise: Promise) -> Flip:
     if _holds(at(0)):
         return _flip(0, at(0), "holds without any prefix hit")
     if not _holds(at(most)):
-        return Flip(None, None, f"does not hold even if the whole prompt is cached {where}")
+        return _nowhere(at(most), f"does not hold even if the whole prompt is cached {where}")
     fewest = most - _border(0, most, lambda left: _holds(at(most - left)))
     needed = at(fewest)
     says = f"holds from {needed.cached_tokens:,} tokens cached {where}"
@@ -127,7 +133,7 @@ def _cached(promise: Promise) -> Flip:
 
 def _share(promise: Promise, cached: Flip) -> Flip:
     if not isinstance(cached.value, int):
-        return Flip(None, None, cached.says)
+        return cached
     share = cached.value / promise.prompt_tokens
     # Rounded up: the share that is shown is enough.
     percent = -(-100 * cached.value // promise.prompt_tokens)
@@ -145,7 +151,7 @@ def _bandwidth(promise: Promise, now: Answer) -> Flip | None:
 
     low, high = _SPEEDS
     if not _holds(at(high)):
-        return Flip(None, None, "no rate is enough: the other parts take too long")
+        return _nowhere(at(high), "no rate is enough: the other parts take too long")
     if _holds(at(low)):
         return _flip(0.0, at(low), "any rate is enough")
     while high / low > 1.0005:
@@ -160,7 +166,7 @@ def _dtype(promise: Promise) -> Flip | None:
     if _holds(promise):
         return None
     now = answer(promise).payload.nbytes
-    tried = []
+    tried: dict[str, Promise] = {}
     for name in _DTYPES:
         with_dtype = replace(promise, pool=replace(promise.pool, kv_dtype=name))
         try:
@@ -169,12 +175,13 @@ def _dtype(promise: Promise) -> Flip | None:
             continue
         if found.payload.nbytes >= now:
             continue
-        tried.append(name)
+        tried[name] = with_dtype
         if found.ttft_seconds is not None and found.ttft_seconds <= promise.target_seconds:
             return _flip(name, with_dtype, f"holds with KV as {name}; its quality is for you to judge")
     if not tried:
         return None
-    return Flip(None, None, f"does not hold with KV as {', '.join(tried)} either")
+    *_, smallest = tried.values()
+    return _nowhere(smallest, f"does not hold with KV as {', '.join(tried)} either")
 
 
 def _overlap(promise: Promise, now: Answer) -> Flip | None:
@@ -187,7 +194,7 @@ def _overlap(promise: Promise, now: Answer) -> Flip | None:
         return replace(promise, groups=groups, chunk_tokens=None)
 
     if not _holds(at(most)):
-        return Flip(None, None, f"does not hold layer by layer either ({most} groups)")
+        return _nowhere(at(most), f"does not hold layer by layer either ({most} groups)")
     fewest = _border(least, most, lambda groups: not _holds(at(groups))) + 1
     says = f"holds when the KV leaves in {fewest} groups while prefill computes"
     return _flip(fewest, at(fewest), says)

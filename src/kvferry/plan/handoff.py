@@ -84,17 +84,40 @@ def link_time(way: Way, nbytes: int, descriptors: int) -> LinkTime:
 
     Never raises for a link that was not measured: the answer says so.
     """
-    try:
-        fit = way.fit()
-    except NoPlanError as error:
-        # Any other condition's fit gives the estimate, which is marked.
-        return _time(way.link.fits[0].fit, way, nbytes, descriptors, error.message)
-    unknown = None if way.link.measured else f"{way.link.pair}: unmeasured"
+    fit, unknown = _fit(way)
     return _time(fit, way, nbytes, descriptors, unknown)
 
 
+def why_unsure(way: Way, nbytes: int, descriptors: int) -> str | None:
+    """Why the link's busy time with such a payload is no measured one, or None."""
+    fit, unknown = _fit(way)
+    share, pieces = _each(way, nbytes, descriptors)
+    if unknown is not None or share == 0:
+        return unknown
+    return fit.why_unknown(share, pieces) or _far(fit, way, share, pieces)
+
+
+def _fit(way: Way) -> tuple[LinkFit, str | None]:
+    """The fit that answers, and why nothing that it says was measured, or None."""
+    try:
+        return way.fit(), None if way.link.measured else f"{way.link.pair}: unmeasured"
+    except NoPlanError as error:
+        # Any other condition's fit gives the estimate, which is marked.
+        return way.link.fits[0].fit, error.message
+
+
+def _each(way: Way, nbytes: int, descriptors: int) -> tuple[int, int]:
+    """What each of the links side by side carries."""
+    return -(-nbytes // way.links), max(1, -(-descriptors // way.links))
+
+
+def _far(fit: LinkFit, way: Way, share: int, pieces: int) -> str | None:
+    far = fit.too_far(share, pieces)
+    return far and f"{way.link.pair}: {far}; probe it with such a payload"
+
+
 def _time(fit: LinkFit, way: Way, nbytes: int, descriptors: int, unknown: str | None) -> LinkTime:
-    share, pieces = -(-nbytes // way.links), max(1, -(-descriptors // way.links))
+    share, pieces = _each(way, nbytes, descriptors)
     if share == 0:
         return LinkTime(0.0, 0.0, 0.0, 0.0, 0.0, unknown)
     typical = fit.at_least(share, pieces)
@@ -109,14 +132,14 @@ def _time(fit: LinkFit, way: Way, nbytes: int, descriptors: int, unknown: str | 
         except NoPlanError as error:
             unknown = f"{way.link.pair}: {error.message}"
         # The line goes on as an estimate.
-        far = fit.too_far(share, pieces)
+        far = _far(fit, way, share, pieces)
     return LinkTime(
         seconds=seconds,
         start_seconds=start,
         descriptor_seconds=descriptor,
         byte_seconds=max(0.0, typical - start - descriptor),
         spread_seconds=seconds - typical,
-        unknown=unknown or (far and f"{way.link.pair}: {far}; probe it with such a payload"),
+        unknown=unknown or far,
         known_seconds=known,
         beyond=fit.beyond(share, pieces) if unknown is far is None else (),
     )
@@ -129,13 +152,10 @@ def handoff_service(way: Way, nbytes: int, descriptors: int, *, within_reach: bo
     takes its p95 does so once in twenty times. A link without a measured spread takes its typical time.
     ``within_reach``: of a handoff cut to what was measured, which keeps the link busy for no longer.
     """
-    share, pieces = -(-nbytes // way.links), max(1, -(-descriptors // way.links))
+    share, pieces = _each(way, nbytes, descriptors)
     if share == 0:
         return Service.fixed(0.0)
-    try:
-        fit = way.fit()
-    except NoPlanError:
-        fit = way.link.fits[0].fit
+    fit, _ = _fit(way)
     if within_reach:
         share, pieces = fit.within_reach(share, pieces)
     mean, square = fit.mean_and_square(share, pieces)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import InputError
+from kvferry.link import FAR
 from kvferry.model import ModelShape
 from kvferry.plan.compute import ComputeProfile
 from kvferry.plan.handoff import Overlap, Way
@@ -37,10 +38,31 @@ class GivenPrefill(msgspec.Struct, frozen=True):
     tokens: int
     cached_tokens: int
 
+    @property
+    def _computed_tokens(self) -> int:
+        return max(1, self.tokens - self.cached_tokens)
+
     def seconds(self, tokens: int, cached_tokens: int = 0) -> float:
         """Seconds of one prompt; the given time at the given prompt."""
-        computed = max(1, self.tokens - self.cached_tokens)
-        return self.seconds_given * max(tokens / self.tokens, max(1, tokens - cached_tokens) / computed)
+        longer = max(1, tokens - cached_tokens) / self._computed_tokens
+        return self.seconds_given * max(tokens / self.tokens, longer)
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """Prompt tokens (and any batch) up to which it is taken for measured (decision 0160).
+
+        That are those of which no more is computed than four times what was when the time was taken.
+        """
+        return self.cached_tokens + FAR * self._computed_tokens, math.inf
+
+    def too_far(self, prompt_tokens: int, batch: int = 1) -> str | None:  # noqa: ARG002 - as a profile's
+        """Why this prompt is too long for its time to be taken as proportional, or None."""
+        if prompt_tokens <= self.reach[0]:
+            return None
+        return (
+            f"of {prompt_tokens} prompt tokens more than {FAR} times the {self._computed_tokens} are computed"
+            " that --prefill-seconds was measured at"
+        )
 
 
 class Promise(msgspec.Struct, frozen=True):

@@ -8,11 +8,9 @@ import msgspec
 
 from kvferry.plan.fleet import Wires
 from kvferry.plan.sim_metrics import Percentiles, Tally
+from kvferry.plan.workload import FEW
 
 __all__ = ["Result", "Utilisation", "result_of"]
-
-FEW = 0.01
-"""The share that may lie too far beyond what was measured."""
 
 
 class Utilisation(msgspec.Struct, frozen=True):

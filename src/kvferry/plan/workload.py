@@ -9,7 +9,10 @@ from numpy.typing import NDArray
 
 from kvferry.plan.trace import TraceRow
 
-__all__ = ["prompt_lengths", "representative"]
+__all__ = ["FEW", "prompt_lengths", "representative"]
+
+FEW = 0.01
+"""The share of a workload that may lie too far beyond what was measured."""
 
 
 def prompt_lengths(rows: Iterable[TraceRow]) -> NDArray[np.int64]:
