@@ -434,23 +434,34 @@ def test_what_decode_refuses_is_a_400_before_a_token_is_out(mode: str) -> None:
         empty(prefill, decode)
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.slow
-def test_what_decode_does_not_take_is_given_back_at_prefill() -> None:
-    """Decode refuses without a look at the ticket: prefill's blocks do not wait for the lease."""
-    patient = Server(*KV[:2], "--lease-seconds", "600", "--name", "p")
-    with patient as prefill, refusing() as url, contextlib.ExitStack() as stack:
-        front = stack.enter_context(proxy("--prefill", prefill.url, "--decode", url))
+def test_what_decode_does_not_take_is_given_back(mode: str) -> None:
+    """Decode refuses without a look at the ticket: no blocks wait for the lease, at neither worker."""
+    with contextlib.ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(Server(*KV[:2], "--lease-seconds", "600", "--name", name)) for name in "pd"
+        )
+        url = stack.enter_context(refusing(decode))
+        front = stack.enter_context(proxy("--prefill", prefill.url, "--decode", url, "--mode", mode))
         for is_stream in (False, True):
             answer = front.post(asked(8, stream=is_stream, **GREEDY))
             assert "not today" in answer.text
             assert answer.status_code == (200 if is_stream else 422)  # the first token was out
-            empty(prefill)
+            empty(prefill, decode)
 
 
-def refusing() -> contextlib.AbstractContextManager[str]:
-    """A decode worker's address that answers everything 422, and has no check."""
-    content = b'{"error": {"message": "not today"}}'
-    return answering(lambda path, _: (404 if path.endswith("/check") else 422, content))
+def refusing(target: Server) -> contextlib.AbstractContextManager[str]:
+    """A decode worker's address that reserves, but takes no request, and has no check."""
+
+    def answer(path: str, body: bytes) -> tuple[int, bytes]:
+        params = json.loads(body).get("kv_transfer_params") or {}
+        if not {"kvferry_reserve", "kvferry_withdraw"} & params.keys():
+            return 404 if path.endswith("/check") else 422, b'{"error": {"message": "not today"}}'
+        given = httpx.post(target.url + path, content=body, timeout=60)
+        return given.status_code, given.content
+
+    return answering(answer)
 
 
 def relay(target: Server, before_answer: Callable[[], None]) -> contextlib.AbstractContextManager[str]:

@@ -224,6 +224,45 @@ def test_an_offer_whose_answer_nobody_read_is_taken_back() -> None:
     pool.close()
 
 
+@pytest.mark.slow
+def test_a_ticket_that_its_caller_gives_up_frees_what_it_holds() -> None:
+    """An offer, a reservation, and one into which prefill has pushed, at both workers; what a request has
+    taken up goes on. Each by a completion's parameters, and nothing waits for a lease of 10 minutes.
+    """
+    options = ("--kv", "tcp://127.0.0.1:0", "--lease-seconds", "600", "--chunk-tokens", "64")
+    with Server(*options, "--name", "p") as prefill, Server(*options, "--name", "d") as decode:
+        body = asked(3, **GREEDY)
+        reserve = body | {"kv_transfer_params": {"kvferry_reserve": True}}
+
+        def give_up(server: Server, params: dict[str, Any]) -> None:
+            says = {"kvferry_withdraw": params["kvferry_ticket"]}
+            answer = server.complete({"prompt": [0], "max_tokens": 1, "kv_transfer_params": says})
+            assert answer["choices"] == []
+            server.wait_empty()
+
+        offered = give(prefill, body)["kv_transfer_params"]
+        assert not prefill.is_empty()
+        give_up(prefill, offered)
+        late = decode.post(body | {"kv_transfer_params": offered})
+        assert late.status_code in {409, 502, 504}, late.text
+        reserved = decode.complete(reserve)["kv_transfer_params"]
+        assert not decode.is_empty()
+        give_up(decode, reserved)
+        pushed = give(prefill, body, **decode.complete(reserve)["kv_transfer_params"])["kv_transfer_params"]
+        give_up(decode, pushed)
+        prefill.wait_empty()
+        offered = give(prefill, asked(3000))["kv_transfer_params"]
+        running = asked(3000, stream=True) | {"kv_transfer_params": offered}
+        with decode.client.stream("POST", "/v1/completions", json=running) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            give_up(prefill, offered)
+            assert decode.health()["running"] == 1
+        decode.wait_empty()
+        for wrong in ({"kvferry_withdraw": 7}, {"kvferry_withdraw": offered["kvferry_ticket"]} | REMOTE):
+            assert prefill.post(asked() | {"kv_transfer_params": wrong}).status_code == 400
+
+
 @pytest.mark.parametrize("older", [None, 3, 9])
 @pytest.mark.slow
 def test_max_completion_tokens_counts_before_max_tokens(older: int | None) -> None:

@@ -228,6 +228,27 @@ def test_an_offer_that_is_withdrawn_is_reported_when_the_request_has_ended(
     assert saved == {"r"}
 
 
+def test_an_offer_that_its_caller_gives_up_comes_free_unless_decode_has_it(
+    worker: Callable[..., FakeWorker],
+) -> None:
+    """The scheduler hears it in a request's parameters; a ticket that decode has claimed goes on."""
+    prefill, decode = worker(), worker()
+    given_up, taken = offer(prefill, "a", IDS, [1, 2, 3, 4]), offer(prefill, "b", IDS, [5, 6, 7, 8])
+    decode.step(Step(loads=[Load("b", (taken,), pack_ids(IDS), 0, ((9, 8, 7, 6),))]))
+    assert not until_loaded(decode, "b").failed
+    scheduler, log = side()
+    for ticket in (given_up, taken, real_ticket(worker)):
+        params = {"kvferry_withdraw": ticket_text((ticket,))}
+        scheduler.added(FakeRequest("x", [0], params))
+    scheduler.added(FakeRequest("y", [0], {"kvferry_withdraw": "?"}))
+    step = scheduler.end_step(scheduled({}))
+    assert (len(step.given_up), len(log)) == (3, 1)
+    saved = set(prefill.step(step, {"a", "b"}).saved)
+    wait_until(lambda: bool(saved.update(prefill.step(Step()).saved) or len(saved) == 2))
+    assert prefill.side.endpoint.stats().holds == 0
+    assert sum("gave it up" in line for line in prefill.log) == 1
+
+
 def test_a_request_that_ends_at_decode_ends_its_load(worker: Callable[..., FakeWorker]) -> None:
     """The load is reported though nobody waits for it: only then are its blocks vLLM's again."""
     prefill, decode = worker(), worker()
@@ -606,6 +627,7 @@ def test_what_vllms_server_has_refused_is_logged_as_that(worker: Callable[..., F
     (line,) = log
     assert "server's answer to it was an error" in line
     assert "lease ends" in line
+    assert "gives the ticket up" in line
 
 
 def real_ticket(worker: Callable[..., FakeWorker], request_id: str = "r") -> bytes:

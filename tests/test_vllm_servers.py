@@ -276,6 +276,20 @@ def test_what_decodes_own_server_refuses_is_logged_as_that(servers: tuple[Server
     assert "one token" not in servers[1].log.read_text()
 
 
+def test_a_ticket_that_its_caller_gives_up_is_freed_at_prefill(
+    servers: tuple[Server, Server], proxy: str
+) -> None:
+    """By a completion's parameters; and by the proxy where decode's own server refuses the request."""
+    prefill, _ = servers
+    ticket = prefill.prefill(prompt(96, 80))["kvferry_ticket"]
+    prefill.complete([0], max_tokens=1, kv_transfer_params={"kvferry_withdraw": ticket})
+    wait_until(lambda: prefill.log.read_text().count("its caller gave it up") == 1, 20.0)
+    # Prefill has no look at a limit that is decode's.
+    refused = post(f"{proxy}/v1/completions", body_of(prompt(95, 80), max_tokens=100_000))
+    assert refused["status"] == 400, refused
+    wait_until(lambda: prefill.log.read_text().count("its caller gave it up") == 2, 20.0)
+
+
 def test_64_requests_at_once_all_have_their_own_answer(servers: tuple[Server, Server], proxy: str) -> None:
     prompts = [prompt(number, 40 + 7 * number) for number in range(64)]
     with ThreadPoolExecutor(64) as pool:

@@ -15,7 +15,7 @@ from kvferry.proxy.body import Body
 from kvferry.proxy.follow import CONTINUE_KEY, PLAIN_KEY, Follow, MisreadError, read_follow
 from kvferry.proxy.rewrite import DivergedError, Writer, finish_of, joined
 from kvferry.proxy.state import ProxyState
-from kvferry.proxy.upstream import MODEL_KEY, RefusedError, WorkerFailedError
+from kvferry.proxy.upstream import MODEL_KEY, TICKET_KEY, RefusedError, WorkerFailedError
 from kvferry.proxy.workers import Pair, Worker
 
 __all__ = ["Exchange"]
@@ -56,7 +56,8 @@ class Exchange:
         self._body = body
         self._tokens = body.tokens(state.bytes_per_token)
         self._said: dict[str, str] = {}
-        self._giver: Worker | None = None
+        # The worker that issued a ticket which nobody has taken up yet, as far as is known here.
+        self._held: tuple[Worker, str] | None = None
 
     async def answer(self) -> Answer | Events:
         """Hand over, or have one worker do it all. Raises RefusedError, WorkerFailedError."""
@@ -106,21 +107,22 @@ class Exchange:
         # Not beside the prefill: an answer of prefill that nobody reads would hold blocks for its lease.
         judged = self._body.for_decode(None)
         await self._state.upstream.check(pair.decode, self._path, judged, self._headers)
-        given = await self._prefill(pair)
-        pair.prefill.answered += 1
-        if given.params is None:
-            if finish_of(given.answer) != "length":  # it ended with its first token: that is all of it
-                self._note(pair.prefill, None, "ended with its first token", "prefill")
-                self._state.count("ended_at_prefill")
-                return self._whole(given.answer)
-            return await self._alone(given.reason)
-        self._note(pair.prefill, pair.decode, "handoff", "prefill" if given.is_emitted else given.reason)
-        self._giver = pair.prefill
         try:
-            return await self._decode(pair, given, given.params)
+            given = await self._prefill(pair)
+            pair.prefill.answered += 1
+            if given.params is not None:
+                first_from = "prefill" if given.is_emitted else given.reason
+                self._note(pair.prefill, pair.decode, "handoff", first_from)
+                return await self._decode(pair, given, given.params)
         except BaseException:
-            self._release(given.params)
+            self._withdraw()
             raise
+        self._withdraw()  # a reservation into which nothing comes
+        if finish_of(given.answer) != "length":  # it ended with its first token: that is all of it
+            self._note(pair.prefill, None, "ended with its first token", "prefill")
+            self._state.count("ended_at_prefill")
+            return self._whole(given.answer)
+        return await self._alone(given.reason)
 
     async def _by_decode(self, pair: Pair) -> Answer | Events:
         """One request to decode, which has this prefill worker push.
@@ -138,10 +140,15 @@ class Exchange:
             error.is_peers_fault |= error.__cause__ is None and error.status != 503
             raise
 
-    def _release(self, params: dict[str, Any]) -> None:
-        """Decode did not take what prefill offers: it need not be held until its lease ends."""
-        if self._giver is not None and self._options.mode == "pull":
-            self._state.upstream.release(self._giver, params, self._headers)
+    def _hold(self, issuer: Worker, params: dict[str, Any]) -> None:
+        if isinstance(ticket := params.get(TICKET_KEY), str):
+            self._held = issuer, ticket
+
+    def _withdraw(self) -> None:
+        """Nobody will use what is held for this request: it need not wait for the end of its lease."""
+        if self._held is not None:
+            (issuer, ticket), self._held = self._held, None
+            self._state.upstream.withdraw(issuer, ticket, self._body.fields.get("model"), self._headers)
 
     async def _decode(self, pair: Pair, given: _Given, params: dict[str, Any]) -> Answer | Events:
         if not self._body.stream:
@@ -158,13 +165,14 @@ class Exchange:
         if given.is_emitted:
             # The token goes out now; decode is asked while the client reads it.
             first = writer.first(given.answer)
-            return Events(
-                self._stream(writer, pair.decode, params, first=first, follow=given.follow), self._said
-            )
-        stack = contextlib.AsyncExitStack()
-        events = await self._open(stack, pair.decode, self._body.for_decode(params))
-        opened = (events, stack)
-        return Events(self._stream(writer, pair.decode, params, opened=opened), self._said, stack)
+            events = self._stream(writer, pair.decode, params, first=first, follow=given.follow)
+            stack = contextlib.AsyncExitStack()
+        else:
+            stack = contextlib.AsyncExitStack()
+            opened = await self._open(stack, pair.decode, self._body.for_decode(params)), stack
+            events = self._stream(writer, pair.decode, params, opened=opened)
+        stack.callback(self._withdraw)  # a client that leaves before decode has begun
+        return Events(events, self._said, stack)
 
     def _for_decode(self, params: dict[str, Any] | None, follow: Follow | None) -> dict[str, Any]:
         fields = self._body.for_decode(params)
@@ -178,6 +186,7 @@ class Exchange:
             if not isinstance(held.get("kv_transfer_params"), dict):
                 raise WorkerFailedError(pair.decode, "answered a reservation without kv_transfer_params")
             params = held["kv_transfer_params"]
+            self._hold(pair.decode, params)
         if plain is None:
             params = params | {"kvferry_first_token": "emit"}
             if pair.prefill.continues:
@@ -194,6 +203,8 @@ class Exchange:
         if not isinstance(back, dict) or not back.get("do_remote_prefill"):
             refused = back.get("kvferry_refused") if isinstance(back, dict) else None
             return _Given(answer, None, str(refused or "prefill gave no ticket"), is_emitted=False)
+        if self._options.mode == "pull":
+            self._hold(pair.prefill, back)
         is_emitted = back.get("kvferry_emitted_tokens") == 1
         if is_emitted and plain is not None:
             raise WorkerFailedError(pair.prefill, "handed over after a token that it was not to emit")
@@ -287,13 +298,13 @@ class Exchange:
                     if events is None:
                         events = await self._open(stack, worker, self._for_decode(params, follow))
                     async for event in events:
+                        self._held = None  # decode has taken it up, or will not
                         with _misread(worker):
                             known = event if follow is None else follow.event(event)
                         if known is not None and (written := writer.next(known)) is not None:
                             yield written
                 except (WorkerFailedError, RefusedError) as error:
-                    if params is not None:
-                        self._release(params)
+                    self._withdraw()
                     if isinstance(error, WorkerFailedError) and not error.is_nobodys_fault:
                         self._state.workers.failed(worker)
                     if upstream.is_ending or not may_restart or not self._may_repeat(writer):

@@ -16,16 +16,19 @@ from kvferry.proxy.options import ProxyOptions
 from kvferry.proxy.workers import ModelAsked, Worker
 from kvferry.sse import event_data
 
-__all__ = ["MODEL_KEY", "RefusedError", "Upstream", "WorkerFailedError"]
+__all__ = ["MODEL_KEY", "TICKET_KEY", "RefusedError", "Upstream", "WorkerFailedError"]
 
+TICKET_KEY = "kvferry_ticket"
 MODEL_KEY = "kvferry_model"
+_WITHDRAW_KEY = "kvferry_withdraw"
 # How long a worker's word of its model is good, and how long one that says nothing is not asked again.
 _MODEL_SECONDS, _NO_MODEL_SECONDS = 10.0, 1.0
 
 # The status by which decode says that its peer, not itself, is at fault: then prefill is to blame.
 _PEERS_FAULT = frozenset({409, 502, 504})
 _WORKERS_FAULT = frozenset({408, 429})
-_PASSED_ON = ("authorization", "x-request-id")
+_ALLOWED_BY = ("authorization",)
+_PASSED_ON = (*_ALLOWED_BY, "x-request-id")
 MAX_ANSWER_NBYTES = 64 << 20
 T = TypeVar("T")
 
@@ -109,7 +112,7 @@ class Upstream:
         if not worker.has_check:
             return
         try:
-            await self.ask(worker, f"{path}/check", fields, headers, self._options.connect_seconds)
+            await self._question(worker, f"{path}/check", fields, headers)
         except RefusedError as error:
             if error.status == 400:
                 raise
@@ -117,19 +120,17 @@ class Upstream:
         except WorkerFailedError:
             return
 
-    def release(self, worker: Worker, params: Mapping[str, Any], headers: Mapping[str, str]) -> None:
-        """Tell prefill, beside all else, that nobody will fetch its offer; a decode that has it keeps it.
+    def withdraw(self, worker: Worker, ticket: str, name: Any, headers: Mapping[str, str]) -> None:
+        """Tell a ticket's issuer, beside all else, that nobody will use it; whoever has it already keeps it.
 
-        A worker that does not hear it, or has no such route, frees it when the lease ends.
+        A worker that does not hear it, or does not know the question, frees it when the lease ends.
         """
-        ticket = params.get("kvferry_ticket")
-        if not isinstance(ticket, str) or self.is_ending:
+        if self.is_ending:
             return
 
         async def tell() -> None:
             with contextlib.suppress(WorkerFailedError, RefusedError):
-                fields, seconds = {"kvferry_ticket": ticket}, self._options.connect_seconds
-                await self.ask(worker, "/v1/kvferry/withdraw", fields, headers, seconds)
+                await self._one_token(worker, {_WITHDRAW_KEY: ticket}, name, headers)
 
         self._begin(tell())
 
@@ -164,11 +165,8 @@ class Upstream:
 
     async def _ask_model(self, worker: Worker, name: Any, headers: Mapping[str, str]) -> str | None:
         """The digest, "" from a worker that does not say it, None where it refuses this client."""
-        fields = {"prompt": [0], "max_tokens": 1, "temperature": 0, "kv_transfer_params": {MODEL_KEY: "?"}}
-        if name is not None:
-            fields["model"] = name
         try:
-            answer = await self.ask(worker, "/v1/completions", fields, headers, self._options.connect_seconds)
+            answer = await self._one_token(worker, {MODEL_KEY: "?"}, name, headers)
         except RefusedError:
             return None
         except WorkerFailedError:
@@ -176,6 +174,25 @@ class Upstream:
         told = answer.get("kv_transfer_params")
         model = told.get(MODEL_KEY) if isinstance(told, dict) else None
         return model if isinstance(model, str) else ""
+
+    async def _one_token(
+        self, worker: Worker, params: Mapping[str, Any], name: Any, headers: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """A question in the one form that every engine takes: a completion of one token."""
+        fields = {"prompt": [0], "max_tokens": 1, "temperature": 0, "kv_transfer_params": params}
+        if name is not None:
+            fields["model"] = name
+        return await self._question(worker, "/v1/completions", fields, headers)
+
+    async def _question(
+        self, worker: Worker, path: str, fields: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """What the proxy itself asks beside a client's request: with its key, and not by its id.
+
+        Raises as :meth:`ask` does, after ``connect_seconds`` for the answer.
+        """
+        own = {name: headers[name] for name in _ALLOWED_BY if name in headers}
+        return await self.ask(worker, path, fields, own, self._options.connect_seconds)
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that no request waits for; ``close`` does."""

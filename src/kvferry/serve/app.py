@@ -17,10 +17,10 @@ from starlette.routing import Mount, Route
 
 from kvferry.engines.reference import Model, ReferenceEngine
 from kvferry.errors import CapacityError, InputError, KVFerryError
-from kvferry.serve.ask import Ask, read_chat, read_completion, read_withdrawal
+from kvferry.serve.ask import Ask, read_chat, read_completion
 from kvferry.serve.batcher import Batcher
 from kvferry.serve.http import DONE, EventResponse, bounded_body, json_response, sse, until_gone
-from kvferry.serve.job import Event, Failed, Handed, Job, Token
+from kvferry.serve.job import Event, Failed, Handed, Job, Token, new_request_id
 from kvferry.serve.look import Look
 from kvferry.serve.options import ServeOptions
 from kvferry.serve.shapes import Shape, error_body, http_status
@@ -39,7 +39,7 @@ def make_app(
     withdraw: Callable[[bytes], None],
     close: Callable[[], None],
 ) -> Starlette:
-    """The application; ``withdraw`` takes an offer back, ``close`` is called when it ends."""
+    """The application; ``withdraw`` takes a ticket back, ``close`` is called when it ends."""
     server = _Server(engine, batcher, options, has_peers=has_peers, withdraw=withdraw)
 
     @contextlib.asynccontextmanager
@@ -56,7 +56,6 @@ def make_app(
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
             Route("/v1/completions/check", server.check_completion, methods=["POST"]),
             Route("/v1/chat/completions/check", server.check_chat, methods=["POST"]),
-            Route("/v1/kvferry/withdraw", server.withdraw, methods=["POST"]),
             Route("/v1/models", server.models),
             Route("/health", server.health),
             metrics_route(look.metrics.text),
@@ -108,14 +107,6 @@ class _Server:
     async def check_chat(self, request: Request) -> Response:
         return await self._judge(request, read_chat)
 
-    async def withdraw(self, request: Request) -> Response:
-        """Take an offer back that nobody will fetch; one that decode has taken up goes on."""
-        try:
-            self._withdraw(read_withdrawal(await bounded_body(request)))
-        except KVFerryError as error:
-            return _error(error)
-        return json_response({})
-
     async def _judge(self, request: Request, read: Callable[[bytes, Model], Ask]) -> Response:
         """200 where this server would begin with such a body, 400 as it would answer; nothing is begun."""
         try:
@@ -130,6 +121,10 @@ class _Server:
         try:
             ask = await asyncio.to_thread(read, await bounded_body(request), self._model)
             self._check(ask)
+            if ask.handoff is not None and ask.handoff.kind == "withdraw":
+                assert ask.handoff.ticket is not None
+                self._withdraw(ask.handoff.ticket)
+                return json_response(Shape(ask, self._model.name, new_request_id()).withdrawal())
             exchange = _Exchange(self._job(ask), self._batcher, self._model.name)
             return await until_gone(request, exchange.answer())
         except KVFerryError as error:
@@ -142,8 +137,8 @@ class _Server:
             raise InputError(f"model: {ask.model!r} is not served here, {self._model.name!r} is")
         if ask.handoff is not None and not self._has_peers:
             raise InputError("kv_transfer_params: this server has no address for KV; start it with --kv")
-        if ask.handoff is not None and ask.handoff.kind == "reserve" and ask.stream:
-            raise InputError("stream: a reservation is no stream")
+        if ask.handoff is not None and ask.handoff.kind in ("reserve", "withdraw") and ask.stream:
+            raise InputError("stream: what is answered at once is no stream")
 
     def _job(self, ask: Ask) -> Job:
         tokens = len(ask.prompt_ids)

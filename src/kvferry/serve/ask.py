@@ -19,7 +19,7 @@ from kvferry.protocol.ticket import Ticket, read_ticket
 from kvferry.serve.limit import asked_tokens
 from kvferry.state import Limits, LogitBias, SamplingParameters
 
-__all__ = ["Ask", "Handoff", "read_chat", "read_completion", "read_withdrawal"]
+__all__ = ["Ask", "Handoff", "read_chat", "read_completion"]
 
 CHAT_TOKENS = 256
 COMPLETION_TOKENS = 16
@@ -92,13 +92,13 @@ class Handoff(msgspec.Struct, frozen=True):
 
     Args:
         kind: ``prefill``: give the request to a decode worker; ``decode``: take it from prefill;
-            ``reserve``: hold blocks that prefill will push into.
+            ``reserve``: hold blocks that prefill will push into; ``withdraw``: hold them no longer.
         ticket: prefill's offer, or decode's reservation; None where prefill is to offer.
         says: the same, read.
         may_emit: prefill samples the first token, and it counts as given to the client.
     """
 
-    kind: Literal["prefill", "decode", "reserve"]
+    kind: Literal["prefill", "decode", "reserve", "withdraw"]
     ticket: bytes | None = None
     says: Ticket | None = None
     may_emit: bool = False
@@ -239,6 +239,10 @@ def _handoff(given: dict[str, Any]) -> Handoff | None:
         if not isinstance(given.get(key, False), bool):
             raise InputError(f"kv_transfer_params.{key}: is not true or false")
     wanted = [key for key in ("do_remote_decode", "do_remote_prefill", "kvferry_reserve") if given.get(key)]
+    if (withdrawn := given.get("kvferry_withdraw")) is not None:
+        if wanted:
+            raise InputError(f"kv_transfer_params: kvferry_withdraw beside {wanted[0]}")
+        return Handoff("withdraw", *_ticket(withdrawn, "kvferry_withdraw"))
     if not wanted:
         return None
     if len(wanted) > 1:
@@ -253,29 +257,18 @@ def _handoff(given: dict[str, Any]) -> Handoff | None:
     return Handoff("decode", ticket, says)
 
 
-class _Withdrawal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    kvferry_ticket: str
-
-
-def read_withdrawal(body: bytes) -> bytes:
-    """The body of /v1/kvferry/withdraw: the ticket. Raises InputError."""
-    ticket, _ = _ticket(_decode(body, _Withdrawal).kvferry_ticket)
-    assert ticket is not None
-    return ticket
-
-
-def _ticket(text: object) -> tuple[bytes | None, Ticket | None]:
+def _ticket(text: object, key: str = "kvferry_ticket") -> tuple[bytes | None, Ticket | None]:
     if text is None:
         return None, None
     if not isinstance(text, str):
-        raise InputError("kv_transfer_params.kvferry_ticket: is not a text")
+        raise InputError(f"kv_transfer_params.{key}: is not a text")
     bare = text.rstrip("=")
     try:
         padded = (bare + "=" * (-len(bare) % 4)).encode("ascii")
         ticket = base64.b64decode(padded, altchars=b"-_", validate=True)
         return ticket, read_ticket(ticket)
     except (UnicodeEncodeError, binascii.Error, KVFerryError) as error:
-        raise InputError("kv_transfer_params.kvferry_ticket: is not a ticket in base64url") from error
+        raise InputError(f"kv_transfer_params.{key}: is not a ticket in base64url") from error
 
 
 def _token_id(text: str) -> int:

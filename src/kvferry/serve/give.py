@@ -105,7 +105,7 @@ class Giving:
             self._roles.endpoint.cancel(ticket, "the client went away", unclaimed_only=True)
 
     def withdraw(self, ticket: bytes) -> None:
-        """Whoever has the ticket says that nobody will fetch it: take that offer back, as above."""
+        """Nobody will fetch it: take that offer back, as above."""
         if ticket in self._offers.values():
             self._roles.endpoint.cancel(ticket, "its caller gave it up", unclaimed_only=True)
 

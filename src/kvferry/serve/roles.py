@@ -65,12 +65,18 @@ class Roles:
             self._taking.give_up(job, error)
 
     def nobody_asks(self, job: Job) -> None:
-        """Its answer was never read: what it offers will not be fetched."""
+        """Its answer was never read: what it offers or reserves will not be used."""
         self._giving.nobody_asks(job)
+        self._taking.nobody_asks(job)
 
     def withdraw(self, ticket: bytes) -> None:
-        """The same for whoever has the ticket; from any thread."""
-        self.batcher.call(lambda: self._giving.withdraw(ticket))
+        """Whoever has one of our tickets says that nobody will use it; from any thread."""
+
+        def withdraw() -> None:
+            self._giving.withdraw(ticket)
+            self._taking.withdraw(ticket)
+
+        self.batcher.call(withdraw)
 
     def close(self) -> None:
         """After the engine's thread has ended."""

@@ -103,6 +103,10 @@ class Shape:
         """The answer to ``kvferry_reserve``."""
         return self._head | {"object": "kvferry.reservation", "choices": [], "kv_transfer_params": params}
 
+    def withdrawal(self) -> dict[str, Any]:
+        """The answer to ``kvferry_withdraw``."""
+        return self._head | {"object": "kvferry.withdrawal", "choices": []}
+
     def _usage(self, completion_tokens: int) -> dict[str, Any]:
         prompt = len(self._ask.prompt_ids)
         return {

@@ -76,6 +76,23 @@ class Taking:
         if (taken := self._moves.get(job)) is not None and not taken.is_imported:
             self._roles.waiters.submit(taken.move.abort, error)
 
+    def nobody_asks(self, job: Job) -> None:
+        """Its answer was never read: take the reservation back."""
+        if job.ask.handoff is not None and job.ask.handoff.kind == "reserve":
+            tickets = [taken.ticket for taken in self._reservations.values()]
+            for ticket in tickets:
+                if read_ticket(ticket).request_id == job.request_id:
+                    self.withdraw(ticket)
+
+    def withdraw(self, ticket: bytes) -> None:
+        """Nobody will ask for what is pushed there: free the reservation, unless a request has it already.
+
+        What has arrived in it is given up, and prefill told.
+        """
+        taken = self._reservations.get(read_ticket(ticket).transfer)
+        if taken is not None and taken.ticket == ticket and taken.job is None:
+            self._roles.endpoint.cancel(ticket, "its caller gave it up")
+
     def _reserve(self, job: Job) -> None:
         engine, batcher, endpoint = self._roles.engine, self._roles.batcher, self._roles.endpoint
         tokens = len(job.ask.prompt_ids)

@@ -12,7 +12,7 @@ from kvferry.engines.vllm.identity import prompt_state
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.push import Pusher
 from kvferry.engines.vllm.results import Outbox
-from kvferry.engines.vllm.step import PushSave, Save, block_tables
+from kvferry.engines.vllm.step import PushSave, Save, Tickets, block_tables
 from kvferry.errors import KVFerryError, LocalError
 from kvferry.state import Requirements
 from kvferry.transfer import Endpoint, TransferRecord
@@ -84,6 +84,13 @@ class Offers:
         """The request ended without a handoff."""
         if (offer := self._offers.get(request_id)) is not None:
             self._cancel(request_id, offer, "the request ended without a handoff")
+
+    def give_up(self, tickets: Tickets) -> None:
+        """The caller that was given these says that nobody will fetch them; what decode has goes on."""
+        for request_id, offer in self._offers.items():
+            if offer.ticket.done() and not offer.ticket.exception() and offer.ticket.result() in tickets:
+                reason = LocalError("its caller gave it up", request_id=request_id)
+                self._endpoint.cancel(offer.ticket.result(), reason, unclaimed_only=True)
 
     def preempt(self, request_id: str) -> None:
         """The request's blocks are about to be reused: its offer has ended on return.

@@ -21,6 +21,7 @@ from kvferry.engines.vllm.step import (
     PUSH_URL_KEY,
     REFUSED_KEY,
     TICKET_KEY,
+    WITHDRAW_KEY,
     Load,
     PushSave,
     Save,
@@ -39,7 +40,7 @@ _HANDED_OVER = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 TOKENS_KEY = "kvferry_tokens"
 _REFUSED_BY_SERVER = (
     "request {}: this server's answer to it was an error before the engine had it, or its client left; "
-    "nothing is fetched, and prefill keeps its blocks until its lease ends"
+    "nothing is fetched, and prefill keeps its blocks until its caller gives the ticket up or its lease ends"
 )
 
 
@@ -102,7 +103,9 @@ class SchedulerSide:
                 self._log(_REFUSED_BY_SERVER.format(request_id))
             return
         try:
-            if params.get("do_remote_decode"):
+            if WITHDRAW_KEY in params:
+                self._step.given_up.append(tickets_from(params, WITHDRAW_KEY))
+            elif params.get("do_remote_decode"):
                 self._prefills[request_id] = self._prefill(request, params)
             elif params.get("do_remote_prefill") and PUSH_URL_KEY in params:
                 self._accept_push(request, params[PUSH_URL_KEY])

@@ -18,6 +18,7 @@ __all__ = [
     "PUSH_URL_KEY",
     "REFUSED_KEY",
     "TICKET_KEY",
+    "WITHDRAW_KEY",
     "Load",
     "PushSave",
     "Save",
@@ -32,6 +33,7 @@ TICKET_KEY = "kvferry_ticket"
 REFUSED_KEY = "kvferry_refused"
 PUSH_URL_KEY = "kvferry_prefill_url"
 MODEL_KEY = "kvferry_model"
+WITHDRAW_KEY = "kvferry_withdraw"
 _MAX_TICKET_CHARACTERS = 1 << 20
 
 Tickets = tuple[bytes, ...]
@@ -86,7 +88,8 @@ class Load:
 @dataclass
 class Step:
     """``preempted``: offers that end before this step, which reuses their blocks. ``withdrawn``: offers
-    of finished requests that are not handed over. ``unwanted``: loads of which nothing is needed.
+    of finished requests that are not handed over. ``given_up``: tickets of offers that their caller says
+    nobody will fetch. ``unwanted``: loads of which nothing is needed.
     """
 
     saves: list[Save] = field(default_factory=list)
@@ -94,6 +97,7 @@ class Step:
     loads: list[Load] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
+    given_up: list[Tickets] = field(default_factory=list)
     unwanted: list[Load] = field(default_factory=list)
 
 
@@ -102,18 +106,18 @@ def ticket_text(tickets: Tickets) -> str:
     return ".".join(base64.urlsafe_b64encode(ticket).decode().rstrip("=") for ticket in tickets)
 
 
-def tickets_from(params: Mapping[str, Any]) -> Tickets:
+def tickets_from(params: Mapping[str, Any], key: str = TICKET_KEY) -> Tickets:
     """The tickets in a request's ``kv_transfer_params``. Raises InputError; the values come from outside."""
-    text = params.get(TICKET_KEY)
+    text = params.get(key)
     if not isinstance(text, str) or not text or len(text) > _MAX_TICKET_CHARACTERS:
-        raise InputError(f"kv_transfer_params.{TICKET_KEY}: needed, as prefill's response gave it")
+        raise InputError(f"kv_transfer_params.{key}: needed, as prefill's response gave it")
     try:
         return tuple(
             base64.b64decode(part + "=" * (-len(part) % 4), altchars=b"-_", validate=True)
             for part in text.split(".")
         )
     except (binascii.Error, ValueError) as error:
-        raise InputError(f"kv_transfer_params.{TICKET_KEY}: not base64: {error}") from None
+        raise InputError(f"kv_transfer_params.{key}: not base64: {error}") from None
 
 
 def block_tables(

@@ -89,6 +89,8 @@ class WorkerSide:
         """Have come what this step asks for; take back and decline what nobody needs any more."""
         for request_id in step.withdrawn:
             self._offers.withdraw(request_id)
+        for tickets in step.given_up:
+            self._offers.give_up(tickets)
         for load in step.loads:
             self._loads.begin(load)
         for load in step.unwanted:
