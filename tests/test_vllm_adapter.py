@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +18,7 @@ from kvferry.engines.vllm.first_token import FirstToken
 from kvferry.engines.vllm.identity import files_digest, fingerprint, model_digest
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.pool_layout import Group, LayerTensor, pool_layout
+from kvferry.engines.vllm.push import ask_prefill
 from kvferry.engines.vllm.results import Results
 from kvferry.engines.vllm.scheduler import TOKENS_KEY, SchedulerSide
 from kvferry.engines.vllm.step import (
@@ -414,6 +418,58 @@ def test_a_push_that_nobody_answers_ends(worker: Callable[..., FakeWorker]) -> N
         results = until_loaded(decode, "r")
     assert results.failed == {"r"}
     assert isinstance(results.errors[0], DeadlineError)
+
+
+@pytest.mark.parametrize(
+    ("says", "named"),
+    [
+        (b"SSH-2.0-x\r\n", "no HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "not understood"),
+        (b"HTTP/1.1 500 No\r\ncontent-length: 9\r\n\r\nx", "answered 500"),
+        (None, "gave no answer in 0.3 s"),
+    ],
+    ids=["no HTTP", "cut", "cut error", "byte by byte"],
+)
+def test_prefills_broken_answer_has_an_end_and_a_name(says: bytes | None, named: str) -> None:
+    """Without a declared length it may come byte by byte, each in time."""
+
+    def answer(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock, contextlib.suppress(OSError):
+            sock.recv(65536)
+            if says is not None:
+                sock.sendall(says)
+                return
+            sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not sock.sendall(b" "):
+                ended.wait(0.05)
+
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(KVFerryError, match=named) as caught:
+            ask_prefill(url, np.arange(9, dtype=np.int32), b"t", 0.3)
+        ended.set()
+        thread.join()
+    assert caught.value.peer.startswith(url)
+    assert caught.value.phase == "prefill"
+
+
+def test_decode_asks_prefill_by_no_proxy_of_the_environment(
+    worker: Callable[..., FakeWorker],
+    interface: Callable[..., PrefillInterface],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    urllib.request.install_opener(None)  # type: ignore[arg-type]  # one that has read the environment before
+    decode, http = worker(), interface(worker())
+    decode.step(Step(loads=[Load("r", (), pack_ids(IDS), 0, ((9, 8, 7, 6),), http.url)]))
+    assert not until_loaded(decode, "r").failed, decode.log
 
 
 def test_a_push_whose_reservation_is_gone_frees_prefill(worker: Callable[..., FakeWorker]) -> None:
