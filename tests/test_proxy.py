@@ -198,7 +198,8 @@ def stub(
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A worker of another engine: its URL, and the bodies that it was sent. It gives the answers in turn.
 
-    With ``model`` it says so where it is asked for that, which is none of those bodies.
+    With ``model`` it says so where it is asked for that, which is none of those bodies; nor is a ticket that
+    is given up, which comes beside all else.
     """
     asked_for: list[dict[str, Any]] = []
     ended = threading.Event()
@@ -209,6 +210,8 @@ def stub(
         asked = json.loads(body)
         if model and asked.get("kv_transfer_params") == {"kvferry_model": "?"}:
             return 200, json.dumps({"kv_transfer_params": {"kvferry_model": model}}).encode()
+        if "kvferry_withdraw" in (asked.get("kv_transfer_params") or {}):
+            return 200, b"{}"
         asked_for.append(asked)
         content = json.dumps(answers[len(asked_for) - 1]).encode()
         ended.wait(delay_seconds)
@@ -307,6 +310,7 @@ def test_prefills_token_goes_out_only_where_decode_says_that_it_runs_its_model(
     first = {"choices": [choice], "usage": {"prompt_tokens": 3}, "kv_transfer_params": ticket | GO_ON | told}
     usage = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
     rest = {"choices": [choice | {"text": "Bc"}], "usage": usage}
+    rest |= {"kv_transfer_params": {"kvferry_model": model}} if model else {}
     body = {"prompt": "abc", "max_tokens": 3, "temperature": 0, "model": "m"}
     with (
         stub([first] * 2) as p,
@@ -318,9 +322,11 @@ def test_prefills_token_goes_out_only_where_decode_says_that_it_runs_its_model(
     assert {text_of(answer.json()) for answer in said} == {"Bc" if why else "ABc"}
     first_from = f"decode; {why}" if why else "prefill"
     assert {answer.headers["x-kvferry-first-token"] for answer in said} == {first_from}
+    assert why or all("kvferry_model" not in answer.text for answer in said)
     going_on = {"prompt": [5, 6, 7, 9], "max_tokens": 2} if not why else {}
-    assert [asked for asked in d[1] if asked["kv_transfer_params"] == ticket] == [
-        body | going_on | {"kv_transfer_params": ticket}
+    params = ticket if why else ticket | {"kvferry_model": "ab"}
+    assert [asked for asked in d[1] if asked["kv_transfer_params"] == params] == [
+        body | going_on | {"kv_transfer_params": params}
     ] * 2
 
 
@@ -338,14 +344,16 @@ def test_decode_goes_on_after_prefills_token_where_prefill_says_how() -> None:
 
     answers = [prefilled("A", how), prefilled("\ufffd", how), prefilled("A", {"kvferry_plain": "seed"})]
     rest = {"choices": [{"index": 0, "text": "Bc", "finish_reason": "length"}], "usage": usage}
+    rest |= {"kv_transfer_params": {"kvferry_model": "ab"}}
+    another = rest | {"kv_transfer_params": {"kvferry_model": "cd"}}
     body = {"prompt": "abc", "max_tokens": 3, "temperature": 0}
     with (
-        stub([*answers, answers[0]]) as p,
-        stub([rest] * 3 + [rest | {"usage": None}, rest], model="ab") as d,
+        stub([*answers, answers[0], answers[0]]) as p,
+        stub([rest] * 3 + [rest | {"usage": None}, rest, another, rest], model="ab") as d,
         proxy("--prefill", p[0], "--decode", d[0], "--retries", "0") as front,
     ):
-        said = [front.post(body) for _ in range(4)]
-    assert [text_of(answer.json()) for answer in said] == ["ABc", "Bc", "Bc", "Bc"]
+        said = [front.post(body) for _ in range(5)]
+    assert [text_of(answer.json()) for answer in said] == ["ABc", "Bc", "Bc", "Bc", "Bc"]
     assert said[0].json()["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
     assert [answer.headers["x-kvferry-first-token"] for answer in said[:3]] == [
         "prefill",
@@ -354,9 +362,12 @@ def test_decode_goes_on_after_prefills_token_where_prefill_says_how() -> None:
     ]
     # Decode that does not say how long its prompt was is not believed: it is asked again, from the prompt on.
     assert "read a prompt of None tokens" in said[3].headers["x-kvferry-way"]
-    going_on = body | {"prompt": [5, 6, 7, 9], "max_tokens": 2, "kv_transfer_params": ticket}
+    # Nor one that turns out to have another model than it said before.
+    assert "went on with model cd" in said[4].headers["x-kvferry-way"]
+    params = ticket | {"kvferry_model": "ab"}
+    going_on = body | {"prompt": [5, 6, 7, 9], "max_tokens": 2, "kv_transfer_params": params}
     plain = body | {"kv_transfer_params": ticket}
-    assert d[1] == [going_on, plain, plain, going_on, body]
+    assert d[1] == [going_on, plain, plain, going_on, body, going_on, body]
 
 
 def test_decode_is_asked_to_have_prefill_push() -> None:

@@ -603,6 +603,27 @@ def test_a_server_says_which_model_it_runs_where_it_is_asked() -> None:
         assert (model_digest(fingerprint(**fields | change)) == digest) is is_same
 
 
+def test_nothing_is_written_behind_a_token_of_another_model(worker: Callable[..., FakeWorker]) -> None:
+    """What the caller believes of this server may be an earlier one's: the request names the model itself.
+    It is never scheduled, not where the prefix cache has all of its prompt either, and fetches nothing.
+    """
+    ticket = {"do_remote_prefill": True, TICKET_KEY: ticket_text((real_ticket(worker),))}
+    for named, is_ours in (("ab", True), ("cd", False), ("", False), (7, False)):
+        scheduler, log = side()
+        scheduler.model = "ab"
+        request = FakeRequest("r", IDS, ticket | {"kvferry_model": named})
+        scheduler.added(request)
+        for local, more in ((0, 99), (96, 3), (99, 0)):
+            assert scheduler.loadable_tokens(request, local) == (more if is_ours else None)
+        answer = scheduler.finished(request.set_status("FINISHED_LENGTH_CAPPED"))
+        assert answer == (False, {"kvferry_model": "ab"})
+        step = scheduler.end_step(scheduled({}))
+        assert not step.loads
+        assert bool(step.unwanted) is is_ours
+        assert [line for line in log if "token of another model" in line] == log
+        assert len(log) == (not is_ours)
+
+
 def test_a_preempted_prompt_is_withdrawn_and_offered_again() -> None:
     scheduler, _ = side()
     request = FakeRequest("r", IDS, PREFILL)

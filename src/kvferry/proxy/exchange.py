@@ -12,10 +12,10 @@ from starlette.requests import Request
 
 from kvferry.proxy.answers import Answer, Events, failure
 from kvferry.proxy.body import Body
-from kvferry.proxy.follow import CONTINUE_KEY, PLAIN_KEY, Follow, MisreadError, read_follow
+from kvferry.proxy.follow import CONTINUE_KEY, MODEL_KEY, PLAIN_KEY, Follow, MisreadError, read_follow
 from kvferry.proxy.rewrite import DivergedError, Writer, finish_of, joined
 from kvferry.proxy.state import ProxyState
-from kvferry.proxy.upstream import MODEL_KEY, TICKET_KEY, RefusedError, WorkerFailedError
+from kvferry.proxy.upstream import TICKET_KEY, RefusedError, WorkerFailedError
 from kvferry.proxy.workers import Pair, Worker
 
 __all__ = ["Exchange"]
@@ -216,6 +216,7 @@ class Exchange:
             if isinstance(how, Follow):
                 reason = await self._why_another_model(model, pair.decode)
                 if not reason:
+                    how.model = model
                     return _Given(answer, back, "", is_emitted=True, follow=how)
             else:
                 reason = how

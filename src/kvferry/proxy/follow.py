@@ -13,14 +13,15 @@ import msgspec
 from kvferry.proxy.body import DEFAULT_COMPLETION_TOKENS, Body
 from kvferry.proxy.rewrite import finish_of, text_of
 
-__all__ = ["CONTINUE_KEY", "PLAIN_KEY", "Follow", "MisreadError", "read_follow"]
+__all__ = ["CONTINUE_KEY", "MODEL_KEY", "PLAIN_KEY", "Follow", "MisreadError", "read_follow"]
 
 CONTINUE_KEY = "kvferry_continue"
 PLAIN_KEY = "kvferry_plain"
+MODEL_KEY = "kvferry_model"
 
 
 class MisreadError(Exception):
-    """Decode did not go on where it was asked to: its prompt had another length."""
+    """Decode did not go on where it was asked to: its prompt had another length, or its model is another."""
 
 
 class _Offered(msgspec.Struct, frozen=True):
@@ -32,12 +33,16 @@ class _Offered(msgspec.Struct, frozen=True):
 
 
 class Follow(msgspec.Struct):
-    """How decode is asked to go on after ``ids``, for ``max_tokens`` more."""
+    """How decode is asked to go on after ``ids``, for ``max_tokens`` more, if it runs ``model``.
+
+    A worker that runs another one says nothing; this one's whole answers say which it was.
+    """
 
     ids: list[int]
     max_tokens: int
     is_chat: bool
     is_usage_wanted: bool
+    model: str = ""
     is_checked: bool = False
 
     def body(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -46,8 +51,10 @@ class Follow(msgspec.Struct):
         made["max_tokens"] = self.max_tokens
         if isinstance(made.get("min_tokens"), int):
             made["min_tokens"] = max(0, made["min_tokens"] - 1)
+        params = made["kv_transfer_params"] | {MODEL_KEY: self.model}
+        made["kv_transfer_params"] = params
         if self.is_chat:
-            made["kv_transfer_params"] = made["kv_transfer_params"] | {"prompt_token_ids": self.ids}
+            params["prompt_token_ids"] = self.ids
         else:
             made["prompt"] = self.ids
         if made.get("stream") is True:
@@ -58,6 +65,10 @@ class Follow(msgspec.Struct):
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Decode's whole answer, with the usage of the client's request. Raises MisreadError."""
         self._correct(answer)
+        told = answer.pop("kv_transfer_params", None)
+        model = told.get(MODEL_KEY) if isinstance(told, dict) else None
+        if model != self.model:
+            raise MisreadError(f"went on with model {model}, where prefill's is {self.model}")
         return answer
 
     def event(self, event: dict[str, Any]) -> dict[str, Any] | None:

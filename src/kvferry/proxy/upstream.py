@@ -12,16 +12,17 @@ import httpx
 import msgspec
 
 from kvferry.errors import PeerError
+from kvferry.proxy.follow import MODEL_KEY
 from kvferry.proxy.options import ProxyOptions
 from kvferry.proxy.workers import ModelAsked, Worker
 from kvferry.sse import event_data
 
-__all__ = ["MODEL_KEY", "TICKET_KEY", "RefusedError", "Upstream", "WorkerFailedError"]
+__all__ = ["TICKET_KEY", "RefusedError", "Upstream", "WorkerFailedError"]
 
 TICKET_KEY = "kvferry_ticket"
-MODEL_KEY = "kvferry_model"
 _WITHDRAW_KEY = "kvferry_withdraw"
 # How long a worker's word of its model is good, and how long one that says nothing is not asked again.
+# It may be out of date: decode is told the model with each request that rests on it.
 _MODEL_SECONDS, _NO_MODEL_SECONDS = 10.0, 1.0
 
 # The status by which decode says that its peer, not itself, is at fault: then prefill is to blame.

@@ -173,7 +173,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How much of a prompt prefill offers beyond the local prefix; always loaded asynchronously."""
         tokens = self._scheduler.loadable_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """A load restores every group of the request."""

@@ -42,6 +42,11 @@ _REFUSED_BY_SERVER = (
     "request {}: this server's answer to it was an error before the engine had it, or its client left; "
     "nothing is fetched, and prefill keeps its blocks until its caller gives the ticket up or its lease ends"
 )
+# vLLM has no way for a connector to refuse a request.
+_ANOTHER_MODEL = (
+    "request {}: it goes on after a token of another model than this server runs; it is not computed here, "
+    "and stays until its caller leaves. See which of the two servers has the wrong model"
+)
 
 
 @dataclass
@@ -91,6 +96,7 @@ class SchedulerSide:
         self._refused: dict[str, str] = {}
         self._held_tokens: dict[str, int] = {}
         self._in_use: dict[str, Tickets] = {}
+        self._misfits: set[str] = set()
         self._step = Step()
 
     def added(self, request: Any) -> None:
@@ -101,6 +107,10 @@ class SchedulerSide:
             # vLLM's stand-in for a request that its server has refused: its prompt is a made-up token.
             if TICKET_KEY in params:
                 self._log(_REFUSED_BY_SERVER.format(request_id))
+            return
+        if params.get(MODEL_KEY, "?") not in ("?", self.model):
+            self._misfits.add(request_id)
+            self._log(_ANOTHER_MODEL.format(request_id))
             return
         try:
             if WITHDRAW_KEY in params:
@@ -155,8 +165,13 @@ class SchedulerSide:
         self._decodes[request.request_id] = _Decode(tickets, opened.tokens)
         self._in_use[request.request_id] = tickets
 
-    def loadable_tokens(self, request: Any, local_tokens: int) -> int:
-        """Tokens that prefill has beyond the ``local_tokens`` of the prefix cache; may be asked again."""
+    def loadable_tokens(self, request: Any, local_tokens: int) -> int | None:
+        """Tokens that prefill has beyond the ``local_tokens`` of the prefix cache; may be asked again.
+
+        None: not to be scheduled.
+        """
+        if request.request_id in self._misfits:
+            return None
         decode = self._decodes.get(request.request_id)
         if decode is None:
             return 0
@@ -220,13 +235,14 @@ class SchedulerSide:
         request_id = request.request_id
         self._held_tokens.pop(request_id, None)
         self._in_use.pop(request_id, None)
+        self._misfits.discard(request_id)
         if (decode := self._decodes.pop(request_id, None)) is not None:
             self._give_back(request, decode)  # ended before it got blocks
         if (reason := self._refused.pop(request_id, None)) is not None:
             return False, _nothing_to_fetch(reason)
         if (prefill := self._prefills.pop(request_id, None)) is not None:
             return self._hand_over(request_id, prefill)
-        is_asked = (request.kv_transfer_params or {}).get(MODEL_KEY) == "?"
+        is_asked = MODEL_KEY in (request.kv_transfer_params or {})
         return False, {MODEL_KEY: self.model} if is_asked else None
 
     def _hand_over(self, request_id: str, prefill: _Prefill) -> tuple[bool, dict[str, Any] | None]:
