@@ -103,7 +103,7 @@ def test_another_users_process_is_reached_by_tcp(opened: Opened, monkeypatch: py
     move.result()
     move.started()
     assert move.record.transport == "tcp"
-    assert "shm: the peer runs as user" in move.record.chosen
+    assert "shm: shm is for processes of one user" in move.record.chosen
 
 
 def test_what_this_side_may_not_use_is_passed_over_too(

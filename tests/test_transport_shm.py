@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
+import select
 import socket
 from dataclasses import replace
 
@@ -16,7 +18,7 @@ from kvferry.layout import BlockTable, PoolLayout, copy_plan
 from kvferry.testing.guards import ScriptedGuard
 from kvferry.testing.plans import expected_digests, make_plan, random_plan
 from kvferry.testing.transport_pair import WAIT_SECONDS, LoopThread, TransportPair
-from kvferry.transport import shm, shm_offer
+from kvferry.transport import shm, shm_offer, socket_transport
 from kvferry.transport.base import Connection, Direction, Memory
 from kvferry.transport.greeting import Role
 from kvferry.transport.memory import create_shared, private
@@ -165,9 +167,40 @@ def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(TransportError, match="user") as caught:
         loop.run(transport.connect(listener.address, WAIT_SECONDS))
     assert caught.value.next_step
-    with raw_socket(listener.address) as sock:
-        assert read_to_end(sock) == b""
+    with raw_socket(listener.address) as sock:  # a stranger that says nothing is not waited for
+        assert read_to_end(sock).startswith(greet(Role.REFUSED))
     assert accepted == []
+    loop.run(listener.close())
+    loop.close()
+    memory.close()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["greets first", "is refused first"])
+def test_who_is_of_another_user_by_the_listeners_word_alone_is_told(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where numbers of users differ between the two: both users' are named, whoever is heard first."""
+    loop, memory = LoopThread(), create_shared(POOL_NBYTES)
+    transport = ShmTransport(memory, ScriptedGuard())
+    listener = loop.run(transport.listen(shm_address(), lambda _connection: None))
+    real_check, real_greeting = shm_offer.check_same_user, socket_transport.write_greeting
+
+    def check(sock: socket.socket, peer: str) -> int:
+        return real_check(sock, peer) if sock.getsockname() else 7  # only the listener's have a name
+
+    async def write_greeting(sock: socket.socket, role: Role, *more: bytes) -> None:
+        poller = select.poll()
+        poller.register(sock, 0)
+        while is_late and not poller.poll(0):  # until the listener has hung up
+            await asyncio.sleep(0)
+        await real_greeting(sock, role, *more)
+
+    monkeypatch.setattr(shm_offer.os, "geteuid", lambda: 12_345)
+    monkeypatch.setattr(shm, "check_same_user", check)
+    monkeypatch.setattr(socket_transport, "write_greeting", write_greeting)
+    with pytest.raises(TransportError, match="the peer refuses this side") as caught:
+        loop.run(transport.connect(listener.address, WAIT_SECONDS))
+    assert f"runs as user {os.getuid()}, process {os.getpid()} as 12345" in caught.value.message
     loop.run(listener.close())
     loop.close()
     memory.close()

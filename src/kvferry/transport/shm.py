@@ -20,7 +20,14 @@ from kvferry.transport.base import Connection, Copy, Direction, Guard, Listener,
 from kvferry.transport.channel import Channel
 from kvferry.transport.connection import OpenChannel, SocketConnection
 from kvferry.transport.copying import run_lanes
-from kvferry.transport.greeting import Role, cannot_connect, closing_on_failure, connect_timed_out, join
+from kvferry.transport.greeting import (
+    Role,
+    cannot_connect,
+    closing_on_failure,
+    connect_timed_out,
+    join,
+    tell_refused,
+)
 from kvferry.transport.listening import BACKLOG, SocketListener
 from kvferry.transport.look import looking, serve_look
 from kvferry.transport.memory import create_shared
@@ -151,7 +158,12 @@ class ShmTransport(SocketTransport):
                 ) from error
 
         async def greet(accepted: socket.socket) -> None:
-            peer = f"shm://{parsed.rest} (process {check_same_user(accepted, str(parsed))})"
+            try:
+                pid = check_same_user(accepted, str(parsed))
+            except TransportError as error:
+                await tell_refused(accepted, error)  # at once: another user's processes hold up nobody
+                raise
+            peer = f"shm://{parsed.rest} (process {pid})"
             await self._accept(accepted, peer, parsed, on_connection)
 
         return SocketListener(sock, str(parsed), greet)

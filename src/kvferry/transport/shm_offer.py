@@ -62,7 +62,9 @@ def check_same_user(sock: socket.socket, peer: str) -> int:
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.geteuid():
         raise TransportError(
-            f"the peer runs as user {uid}, this side as {os.geteuid()}",
+            # In the same words at both sides: who is refused is told it.
+            f"shm is for processes of one user: process {pid} runs as user {uid}, "
+            f"process {os.getpid()} as {os.geteuid()}",
             phase="connect",
             peer=peer,
             now_true="nothing is held",

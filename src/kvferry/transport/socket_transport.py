@@ -69,8 +69,9 @@ class SocketTransport(Transport):
         """Become a connection over a fresh control socket; fills ``token`` for ``open_channel``."""
         peer = str(address)
         try:
-            await write_greeting(sock, Role.CONTROL)
-            await self._say(sock)
+            with contextlib.suppress(ConnectionError):  # a peer that has hung up may have said why
+                await write_greeting(sock, Role.CONTROL)
+                await self._say(sock)
             role, token[:] = await read_greeting(sock, peer)
             if role is Role.REFUSED:
                 raise await read_refusal(sock, peer)
