@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from conftest import wait_until
+from conftest import unique_address, wait_until
 from kvferry.engines.vllm.first_token import FirstToken
 from kvferry.engines.vllm.identity import files_digest, fingerprint, model_digest
 from kvferry.engines.vllm.options import read_options
@@ -299,7 +299,8 @@ def test_another_model_is_refused_by_name(worker: Callable[..., FakeWorker]) -> 
 
 def test_another_dtype_is_refused_by_name_and_nothing_is_written(worker: Callable[..., FakeWorker]) -> None:
     """vLLM's pool has no room to convert in. At decode's claim, and at the start where peers are named."""
-    prefill, decode = worker(listen=("shm://test-vllm-dtype",)), worker(dtype="float16")
+    address = unique_address("shm")
+    prefill, decode = worker(listen=(address,)), worker(dtype="float16")
     ticket = offer(prefill, "r", IDS, [1, 2, 3, 4])
     decode.step(Step(loads=[Load("r", (ticket,), pack_ids(IDS), 0, ((9, 8, 7, 6),))]))
     results = until_loaded(decode, "r")
@@ -307,15 +308,16 @@ def test_another_dtype_is_refused_by_name_and_nothing_is_written(worker: Callabl
     assert "key dtype: float32 against float16, conversion is not allowed" in str(results.errors[0])
     assert not decode.memory.any()
     with pytest.raises(IncompatibleError, match="key dtype: float"):
-        worker(dtype="float16", peers=("shm://test-vllm-dtype",))
+        worker(dtype="float16", peers=(address,))
 
 
 def test_a_peer_that_does_not_fit_is_named_at_the_start(worker: Callable[..., FakeWorker]) -> None:
     """And one that does, or is not there yet, is none of its business."""
-    worker(listen=("shm://test-vllm-first",))
+    address, nobody = unique_address("shm"), f"{unique_address('shm')}-nobody"
+    worker(listen=(address,))
     with pytest.raises(IncompatibleError, match="weights"):
-        worker(weights="ef" * 32, peers=("shm://test-vllm-first",))
-    second = worker(peers=("shm://test-vllm-first", "shm://test-vllm-nobody"), block_size=64)
+        worker(weights="ef" * 32, peers=(address,))
+    second = worker(peers=(address, nobody), block_size=64)
     assert second.side.endpoint.stats().peers == 1
     assert ["nobody" in line for line in second.log] == [True]
 
