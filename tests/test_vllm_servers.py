@@ -276,6 +276,22 @@ def test_what_decodes_own_server_refuses_is_logged_as_that(servers: tuple[Server
     assert "one token" not in servers[1].log.read_text()
 
 
+def test_nothing_is_written_behind_a_token_of_another_model(servers: tuple[Server, Server]) -> None:
+    """A request that names another model than decode's stays until its caller leaves; others go on beside."""
+    prefill, decode = servers
+    own = {"model": "m", "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"kvferry_model": "?"}}
+    model = post(f"{decode.url}/v1/completions", own)["kv_transfer_params"]["kvferry_model"]
+    asked = prompt(94, 80)
+    for _ in range(2):  # the second time decode has all of the prompt itself
+        params = prefill.prefill(asked) | {"kvferry_model": "0" * 64}
+        with pytest.raises(TimeoutError):
+            post(f"{decode.url}/v1/completions", body_of(asked, kv_transfer_params=params), timeout=2.0)
+        answer = decode.complete(asked, kv_transfer_params=params | {"kvferry_model": model})
+        assert answer["kv_transfer_params"] == {"kvferry_model": model}
+        assert ids(answer) == ids(prefill.complete(asked))
+    assert decode.log.read_text().count("a token of another model") == 2
+
+
 def test_a_ticket_that_its_caller_gives_up_is_freed_at_prefill(
     servers: tuple[Server, Server], proxy: str
 ) -> None:
