@@ -30,16 +30,18 @@ from kvferry.testing.transport_pair import TRANSFER_ID, LoopThread
 from kvferry.transfer.lease import Grants
 from kvferry.transport import Connection, Copy, create_shared, transport_for
 from kvferry.transport.base import Direction
+from kvferry.transport.board import Board
 
 NBYTES = 4096
 POOL_NBYTES = 4 << 20
 SECONDS = 60.0
-#: Way: address, and what the serving side grants.
+#: Way: address, what the serving side grants, and whether it has a board to post that on.
 WAYS = {
-    "shm mapped, read": ("shm://NAME?path=mapped", Direction.READ),
-    "shm cma, read": ("shm://NAME-cma?path=cma", Direction.READ),
-    "tcp, read": ("tcp://127.0.0.1:0", Direction.READ),
-    "tcp, write": ("tcp://127.0.0.1:0", Direction.WRITE),
+    "shm mapped, read": ("shm://NAME?path=mapped", Direction.READ, True),
+    "shm mapped, read, asked for": ("shm://NAME-asked?path=mapped", Direction.READ, False),
+    "shm cma, read": ("shm://NAME-cma?path=cma", Direction.READ, True),
+    "tcp, read": ("tcp://127.0.0.1:0", Direction.READ, False),
+    "tcp, write": ("tcp://127.0.0.1:0", Direction.WRITE, False),
 }
 
 
@@ -47,9 +49,9 @@ def serve() -> None:
     """The other process: listens for every way, then says its CPU seconds for each line that it gets."""
     loop, kept, bound = LoopThread(), [], []
     memory = create_shared(POOL_NBYTES)
-    pieces = np.arange(0, POOL_NBYTES, NBYTES), np.full(POOL_NBYTES // NBYTES, NBYTES)
-    for address, direction in WAYS.values():
-        grants = Grants()
+    pieces = np.array([0]), np.array([POOL_NBYTES])
+    for address, direction, is_posted in WAYS.values():
+        grants = Grants(Board.create() if is_posted else None)
         grants.open(TRANSFER_ID, direction, *pieces, lambda _: None)
         where = address.replace("NAME", f"small-copy-{os.getpid()}")
         listener = loop.run(transport_for(where)(memory, grants).listen(where, kept.append))
@@ -132,7 +134,7 @@ def run(count: int, repeat: int) -> list[dict[str, Any]]:
     rows = {way: {"way": way, "seconds": [], "cpu_here": [], "cpu_there": []} for way in WAYS}
     bare: dict[str, list[float]] = {"unix": [], "tcp": []}
     for turn in range(repeat + 1):
-        for way, (_, direction) in WAYS.items():
+        for way, (_, direction, _) in WAYS.items():
             here, there = time.process_time(), cpu_there()
             times = copies(connections[way], direction, count)
             found = rows[way], (time.process_time() - here) / count, (cpu_there() - there) / count
@@ -165,7 +167,7 @@ def main() -> None:
         median = {key: 1e6 * statistics.median(value) for key, value in row.items() if key != "way"}
         words = "{seconds:5.0f} us, a bare round trip {round_trip_seconds:4.0f};"
         words += " CPU {cpu_here:4.0f} here, {cpu_there:4.0f} there"
-        print(f"{row['way']:18}", words.format(**median))
+        print(f"{row['way']:28}", words.format(**median))
     if options.json:
         facts |= {"load_at_end": os.getloadavg()[0], "scheduling": scheduling()}
         result = {"bench": "small_copy", "machine": facts, "count": options.count, "rows": rows}

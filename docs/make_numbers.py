@@ -94,7 +94,8 @@ def small_copy(result: dict[str, Any]) -> list[str]:
         "",
         "What is left beside the round trip is Python at both ends, slow after each sleep of its process,",
         "when its code has left the caches: where it goes, and why not less, says",
-        "[decision 184](decisions/0184-a-small-copy.md).",
+        "[decision 184](decisions/0184-a-small-copy.md). Over shm the leave to read is read too, where it",
+        "is not *asked for* ([decision 185](decisions/0185-leave-is-read.md)).",
     ]
     return lines
 

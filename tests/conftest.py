@@ -50,13 +50,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0, what: Calla
 
 
 def held_by_this_process() -> Counter[str]:
-    """Descriptors, threads, child processes and pool maps of this process, by name."""
+    """Descriptors, threads, child processes and maps of pools and boards of this process, by name."""
     gc.collect()
     held: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             held[f"fd {os.readlink(f'/proc/self/fd/{fd}')}"] += 1
-    held["pool maps"] = Path("/proc/self/maps").read_text().count("kvferry-pool")
+    held["shared maps"] = Path("/proc/self/maps").read_text().count("memfd:kvferry-")
     held.update(f"thread {thread.name}" for thread in threading.enumerate() if "kvferry" in thread.name)
     held.update(f"process {child.pid}" for child in psutil.Process().children(recursive=True))
     return +held

@@ -92,7 +92,7 @@ class Footprint:
         return (
             self.fds <= alone.fds + FDS_KEPT + self.peers * FDS_A_PEER
             and self.threads <= alone.threads + 2 + self.peers
-            and self.maps <= alone.maps + self.peers
+            and self.maps <= alone.maps + 2 * self.peers  # its pool and its board
         )
 
 
@@ -471,7 +471,7 @@ class Stage:
 
     def _footprint(self) -> Footprint:
         stats = self._stats()
-        maps = Path(f"/proc/{stats.pid}/maps").read_text().count("kvferry-pool")
+        maps = Path(f"/proc/{stats.pid}/maps").read_text().count("memfd:kvferry-")
         return Footprint(stats.peers, stats.fds, stats.threads, maps)
 
     def _is_alone(self, victim: Victim) -> bool:

@@ -280,6 +280,10 @@ class Trap(FaultScript):
             point += f" {type(decode(subject)).__name__}"
         return Fault(What.FREEZE, where) if self.springs(point) else None
 
+    def has(self, where: Where) -> bool:
+        """Any of them, later."""
+        return where in Where
+
     def springs(self, point: str) -> bool:
         """True if the trap was set for this point; it no longer is."""
         try:

@@ -5,9 +5,9 @@
 Three pairs of endpoints (shm, tcp, encrypted tcp), each side with a transfer process of its own, hand
 requests over in both modes, eight at a time. Every fifth is aborted by one side at a random moment, and
 now and then a transfer process is killed or an endpoint closed, and opened again. At each checkpoint,
-with nothing under way, descriptors, threads, resident memory, pool maps, holds, grants and the bytes
-of the last handoffs are taken; at the end they must be what they were at the first. Exit status 1
-and the difference if not.
+with nothing under way, descriptors, threads, resident memory, maps of pools and boards, holds, grants and
+the bytes of the last handoffs are taken; at the end they must be what they were at the first. Exit
+status 1 and the difference if not.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Held:
 
     fds: int
     threads: int
-    pool_maps: int
+    shared_maps: int
     holds: int
     grants: int
     node_fds: int
@@ -145,7 +145,7 @@ class Pair:
         return Held(
             fds=len(os.listdir("/proc/self/fd")),
             threads=psutil.Process().num_threads(),
-            pool_maps=Path("/proc/self/maps").read_text().count("kvferry-pool"),
+            shared_maps=Path("/proc/self/maps").read_text().count("memfd:kvferry-"),
             holds=sum(one.holds for one in stats),
             grants=sum(one.grants for one in stats),
             node_fds=sum(one.fds for one in stats),

@@ -67,11 +67,13 @@ def test_payload_leaves_the_host_only_where_both_sides_allow_it(
     assert found == 0
 
 
-def test_where_both_allow_it_the_metadata_is_sealed_and_the_payload_is_not(
-    hosts: Namespaces, scheme: str
+@pytest.mark.parametrize(("tokens", "is_seen"), [(8, False), (1000, True)], ids=["small", "large"])
+def test_where_both_allow_it_the_metadata_is_sealed_and_large_payload_is_not(
+    hosts: Namespaces, scheme: str, tokens: int, is_seen: bool
 ) -> None:
-    """What is said on kvferry's connection is not to be read on the wire; what the library moves is."""
-    both = {"plain": "anywhere"}
+    """What is said on kvferry's connection is not to be read on the wire, a small copy neither; what the
+    library moves is."""
+    both = {"plain": "anywhere", "tokens": tokens}
     name, payload = Wire(hosts, REQUEST.encode()), Wire(hosts)
     given, taken = handoff(
         hosts,
@@ -81,7 +83,7 @@ def test_where_both_allow_it_the_metadata_is_sealed_and_the_payload_is_not(
     assert taken.get("path") == f"{scheme}-tcp", (given, taken)
     assert taken["arrived"] is True
     assert name.stop()[1] == 0
-    assert payload.stop()[1] > 0, "the wire was not read, or the library encrypts"
+    assert (payload.stop()[1] > 0) is is_seen, "the wire was not read, or the library encrypts"
 
 
 def test_a_peer_of_another_authority_gets_no_metadata(hosts: Namespaces, scheme: str) -> None:

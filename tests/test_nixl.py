@@ -11,7 +11,7 @@ import os
 import pytest
 
 from kvferry.cli import run
-from kvferry.testing.transport_suite import CopyTests, EndTests, ProcessTests, TransportSuite
+from kvferry.testing.transport_suite import BoardTests, CopyTests, EndTests, ProcessTests, TransportSuite
 from kvferry.transport.nixl import NixlTransport
 from probe_kit import agents, probe
 
@@ -24,6 +24,7 @@ class TestNixl(TransportSuite):
     """By the way that is the default on this path: reads over cma, pushes over tcp."""
 
     transport = NixlTransport
+    reads_boards = not IS_TCP
     malformed_addresses = (
         "nixl:127.0.0.1:1",
         "nixl://",
@@ -38,7 +39,7 @@ class TestNixl(TransportSuite):
         return "nixl://127.0.0.1:0"
 
 
-class TestNixlTheOtherWay(CopyTests, EndTests, ProcessTests):
+class TestNixlTheOtherWay(CopyTests, BoardTests, EndTests, ProcessTests):
     """Pushes over cma, reads over tcp."""
 
     transport = NixlTransport

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 
-from kvferry.testing.transport_suite import CopyTests, EndTests, ProcessTests, TransportSuite
+import pytest
+
+from kvferry.testing.transport_suite import BoardTests, CopyTests, EndTests, ProcessTests, TransportSuite
+from kvferry.transport import shm_offer
 from kvferry.transport.inproc import InprocTransport
 from kvferry.transport.shm import ShmTransport
 from kvferry.transport.tcp import TcpTransport
@@ -37,6 +40,7 @@ class TestInproc(TransportSuite):
 
 class TestShmMapped(TransportSuite):
     transport = ShmTransport
+    reads_boards = True
     malformed_addresses = (
         "shm:x",
         "shm://",
@@ -52,8 +56,9 @@ class TestShmMapped(TransportSuite):
         return f"shm://{unique_name()}?path=mapped"
 
 
-class TestShmCma(CopyTests, EndTests, ProcessTests):
+class TestShmCma(CopyTests, BoardTests, EndTests, ProcessTests):
     transport = ShmTransport
+    reads_boards = True
     malformed_addresses = ("shm:",)
 
     @classmethod
@@ -68,6 +73,20 @@ class TestShmTwoThreads(CopyTests):
     @classmethod
     def listen_address(cls) -> str:
         return f"shm://{unique_name()}?streams=2"
+
+
+class TestShmOutOfOrder(BoardTests):
+    """On a processor whose loads may be seen out of order the board is not read; everything is asked for."""
+
+    transport = ShmTransport
+
+    @pytest.fixture(autouse=True)
+    def other_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shm_offer.platform, "machine", lambda: "aarch64")
+
+    @classmethod
+    def listen_address(cls) -> str:
+        return f"shm://{unique_name()}"
 
 
 class TestTcp(TransportSuite):

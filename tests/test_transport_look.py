@@ -14,7 +14,7 @@ from kvferry.testing.plans import make_plan
 from kvferry.testing.transport_pair import TRANSFER_ID, WAIT_SECONDS
 from kvferry.transport.base import CancelToken, Copy, Direction
 from kvferry.transport.channel import Channel
-from kvferry.transport.look import looking
+from kvferry.transport.look import Looking
 from kvferry.transport.patience import Patience
 from kvferry.transport.table import Part, split_copy
 from kvferry.transport.wire import REQUEST, Kind, Operation
@@ -58,7 +58,7 @@ def test_an_end_during_the_copy_is_seen_when_it_is_over(ends: tuple[Channel, soc
     """Even a reader that never checked learns of it before the copy counts."""
     channel, server = ends
     server.sendall(ADMITTED)
-    with pytest.raises(PeerError, match="the lease is over"), looking(channel, COPY, part(), patience()):
+    with pytest.raises(PeerError, match="the lease is over"), Looking(channel, COPY, part(), patience()):
         server.sendall(ended(KVFerryError("the lease is over")))
     assert not channel.is_in_step
 
@@ -67,7 +67,7 @@ def test_a_hang_up_during_the_copy_is_seen_when_it_is_over(ends: tuple[Channel, 
     """A server that is gone may have reused the memory: TransportError."""
     channel, server = ends
     server.sendall(ADMITTED)
-    with pytest.raises(TransportError), looking(channel, COPY, part(), patience()):
+    with pytest.raises(TransportError), Looking(channel, COPY, part(), patience()):
         server.close()
 
 
@@ -80,7 +80,7 @@ def test_the_check_ends_a_copy_early(ends: tuple[Channel, socket.socket], what: 
     checks = []
 
     def copy() -> None:
-        with looking(channel, COPY, part(), patience(token)) as check:
+        with Looking(channel, COPY, part(), patience(token)) as check:
             checks.append(check())
             if what == "end":
                 server.sendall(ended(KVFerryError("stop")))
@@ -98,7 +98,7 @@ def test_a_release_is_settled_by_its_answer(ends: tuple[Channel, socket.socket])
     """The reader does not wait for the answer to a release, but uses the channel again only with it."""
     channel, server = ends
     server.sendall(ADMITTED)
-    with looking(channel, COPY, part(), patience()):
+    with Looking(channel, COPY, part(), patience()):
         pass
     assert server.recv(REQUEST_NBYTES, socket.MSG_WAITALL)[:4] == b"KVFQ"
     assert server.recv(16, socket.MSG_WAITALL) == RELEASE
@@ -113,7 +113,7 @@ def test_a_channel_whose_release_came_too_late_is_not_used_again(
     """An end that crossed the release, or a hang-up: the copy counts, the channel does not."""
     channel, server = ends
     server.sendall(ADMITTED)
-    with looking(channel, COPY, part(), patience()):
+    with Looking(channel, COPY, part(), patience()):
         pass
     server.sendall(answer)
     server.shutdown(socket.SHUT_WR)

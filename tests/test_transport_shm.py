@@ -280,6 +280,7 @@ def test_the_probe_finds_memory_that_cannot_be_read(says: dict, wanted: str | No
         "cookie": cookie.value,
         "pid": os.getpid(),
         "fd": None,
+        "board_fd": None,
     } | says
     with pytest.raises(TransportError, match=word) as caught:
         shm_offer.source_for(shm_offer.Offer(**values), wanted, "peer")

@@ -58,6 +58,8 @@ _encoder = msgspec.msgpack.Encoder()
 class NoMemory:
     """The guard of a control connection: there is nothing behind it that could be read or written."""
 
+    board = None
+
     def enter(self, transfer_id: bytes, direction: Direction, offset: Any, nbytes: Any) -> CancelToken:
         """Refuse."""
         raise PeerError(

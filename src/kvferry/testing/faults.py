@@ -104,6 +104,10 @@ class FaultScript:
         self._counts = [0] * len(faults)
         self.fired: list[Fault] = []
 
+    def has(self, where: Where) -> bool:
+        """Some of the faults are of this place."""
+        return any(fault.where is where for fault in self._faults)
+
     def due(self, where: Where, subject: bytes = b"") -> Fault | None:
         """Count an event; the fault that happens at it, if any."""
         found: Fault | None = None
@@ -161,9 +165,10 @@ class FaultyTransport(Transport):
 
 
 class FaultyGuard:
-    """Asks the real guard, after the faults of SERVE."""
+    """Asks the real guard, after the faults of SERVE; where there are some, no board is shown: all ask."""
 
     def __init__(self, inner: Guard, script: FaultScript) -> None:
+        self.board = None if script.has(Where.SERVE) else inner.board
         self._inner = inner
         self._script = script
         self.landed = inner.landed

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import KVFerryError
 from kvferry.transport.base import Arrived, CancelToken, Direction
+from kvferry.transport.board import Board
 
 __all__ = ["Entered", "ScriptedGuard"]
 
@@ -31,10 +32,11 @@ class ScriptedGuard:
     """Admits everything until told otherwise.
 
     ``refusal`` is raised by ``enter`` while it is set. ``on_enter`` is called with each token
-    before it is returned, ``on_leave`` when a copy leaves.
+    before it is returned, ``on_leave`` when a copy leaves. A ``board`` says what the test posts on it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, board: Board | None = None) -> None:
+        self.board = board
         self.refusal: KVFerryError | None = None
         self.on_enter: Callable[[CancelToken], None] | None = None
         self.on_leave: Callable[[], None] | None = None

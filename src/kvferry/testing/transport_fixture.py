@@ -65,6 +65,8 @@ class TransportFixture:
     malformed_addresses: tuple[str, ...]
     #: Sides can be in different processes.
     has_processes = True
+    #: A copy that is on the peer's board is made without asking the peer.
+    reads_boards = False
     #: It moves bytes by a library that opens and keeps sockets as it likes: only others are counted.
     library_sockets = False
 

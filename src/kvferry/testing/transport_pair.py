@@ -23,6 +23,7 @@ from kvferry.transport.base import (
     Memory,
     Transport,
 )
+from kvferry.transport.board import Board
 
 __all__ = ["TRANSFER_ID", "WAIT_SECONDS", "LoopThread", "Side", "TransportPair"]
 
@@ -83,7 +84,8 @@ class TransportPair:
     """A listening and a connecting side that are connected.
 
     ``listen_memory`` and ``connect_memory`` are taken over and closed with the pair. ``through`` is
-    given the listener's address and says where to connect instead, as to something in between.
+    given the listener's address and says where to connect instead, as to something in between. The
+    listening side's guard has a board where ``with_board`` is set.
     """
 
     def __init__(
@@ -94,11 +96,13 @@ class TransportPair:
         connect_memory: Memory,
         *,
         through: Callable[[str], str] = str,
+        with_board: bool = False,
     ) -> None:
         self.loop = LoopThread()
         self.threads = ThreadPoolExecutor(16, thread_name_prefix="kvferry test")
         self.accepted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        guards = ScriptedGuard(), ScriptedGuard()
+        self.board = Board.create() if with_board else None
+        guards = ScriptedGuard(self.board), ScriptedGuard()
         transports = transport(listen_memory, guards[0]), transport(connect_memory, guards[1])
         self.listener: Listener = self.loop.run(transports[0].listen(address, self.accepted.put))
         connection = self.loop.run(transports[1].connect(through(self.listener.address), WAIT_SECONDS))
@@ -136,3 +140,5 @@ class TransportPair:
         self.threads.shutdown()
         for side in self.sides:
             side.memory.close()
+        if self.board is not None:
+            self.board.close()

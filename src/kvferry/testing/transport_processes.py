@@ -29,11 +29,14 @@ __all__ = ["PeerProcess", "ProcessTests"]
 class PeerProcess:
     """A peer that admits everything and sends each control frame back; see ``transport_peer``."""
 
-    def __init__(self, transport: type[Transport], listen_address: str) -> None:
+    def __init__(self, transport: type[Transport], listen_address: str, *, posts: bool = False) -> None:
         name = f"{transport.__module__}:{transport.__qualname__}"
         command = [sys.executable, "-m", "kvferry.testing.transport_peer", name, listen_address]
         self._process = subprocess.Popen(
-            [*command, str(POOL_NBYTES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, str(POOL_NBYTES), *(["posts"] if posts else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().strip()
@@ -78,11 +81,18 @@ class ProcessTests(TransportFixture):
         yield peer
         peer.close()
 
+    @pytest.fixture
+    def posting_peer(self) -> Iterator[PeerProcess]:
+        """A peer of the test's own, whose whole pool is on its board."""
+        peer = self.make_peer(posts=True)
+        yield peer
+        peer.close()
+
     @classmethod
-    def make_peer(cls) -> PeerProcess:
+    def make_peer(cls, *, posts: bool = False) -> PeerProcess:
         if not cls.has_processes:
             pytest.skip(f"{cls.transport.scheme} stays in one process")
-        return PeerProcess(cls.transport, cls.listen_address())
+        return PeerProcess(cls.transport, cls.listen_address(), posts=posts)
 
     @contextlib.contextmanager
     def connected(self, peer: PeerProcess) -> Iterator[tuple[LoopThread, Side]]:
@@ -168,6 +178,22 @@ class ProcessTests(TransportFixture):
                 loop.run(here.connection.send(b"late"))
             with pytest.raises(TransportError):
                 loop.run(here.transport.connect(mortal_peer.address, WAIT_SECONDS))
+
+    def test_a_posting_outlives_no_peer(self, posting_peer: PeerProcess) -> None:
+        """What is posted is read while the peer stands still, and not once it is gone."""
+        with self.connected(posting_peer) as (_, here):
+            theirs, plan = pattern(POOL_NBYTES), make_plan([4096], [0], [POOL_NBYTES // 2])
+            here.copy(Direction.READ, plan)
+            here.memory.array[:] = 0
+            with posting_peer.frozen():
+                if self.reads_boards:
+                    here.copy(Direction.READ, plan)
+                    assert np.array_equal(
+                        here.memory.array[: POOL_NBYTES // 2], theirs[4096:][: POOL_NBYTES // 2]
+                    )
+                posting_peer.kill()
+                with pytest.raises(TransportError):
+                    here.copy(Direction.READ, plan)
 
     @staticmethod
     def _start(here: Side, direction: Direction, token: CancelToken) -> Future[Arrived]:

@@ -16,9 +16,13 @@ from numpy.typing import NDArray
 
 from kvferry.errors import KVFerryError, PeerError
 from kvferry.transport.base import Arrived, CancelToken, Direction
+from kvferry.transport.board import Board
 from kvferry.transport.staging import FEW
 
 __all__ = ["Grants"]
+
+# Of so many pieces it is found out whether they are few ranges; of more only all are read without a word.
+MAX_SEARCHED_PIECES = 64
 
 
 @dataclass(eq=False)
@@ -76,7 +80,9 @@ class _Grant:
 class Grants:
     """The guard of one node: every descriptor of a peer is checked against a live grant."""
 
-    def __init__(self) -> None:
+    def __init__(self, board: Board | None = None) -> None:
+        #: Where grants to read are posted. Owned; ``end`` gives it back.
+        self.board = board
         self._lock = threading.Lock()
         self._grants: dict[bytes, _Grant] = {}
 
@@ -93,6 +99,9 @@ class Grants:
         with self._lock:
             assert transfer_id not in self._grants
             self._grants[transfer_id] = grant
+            if self.board is not None and direction is Direction.READ:
+                ranges = grant.ranges if len(offset) <= MAX_SEARCHED_PIECES else None
+                self.board.post(transfer_id, offset, nbytes, ranges)
 
     def close(self, transfer_id: bytes, error: KVFerryError | None = None) -> None:
         """Admit no new copy; with ``error``, end those that run. Closing twice is fine."""
@@ -101,6 +110,8 @@ class Grants:
             if grant is None:
                 return
             grant.closed = True
+            if self.board is not None:
+                self.board.withdraw(transfer_id)
             if grant.users == 0:
                 del self._grants[transfer_id]
         if error is not None:
@@ -114,6 +125,12 @@ class Grants:
                 return True
             grant.on_empty.append(call)
             return False
+
+    def end(self) -> None:
+        """Give the board back; nobody is admitted by it any more."""
+        with self._lock:
+            if self.board is not None:
+                self.board.close()
 
     @property
     def num_open(self) -> int:

@@ -29,6 +29,7 @@ from kvferry.transfer.session import Session
 from kvferry.transfer.staging import Staging
 from kvferry.transfer.windows import check_form
 from kvferry.transport.base import Memory
+from kvferry.transport.board import Board
 from kvferry.transport.security import names_match
 
 __all__ = ["Node"]
@@ -64,7 +65,7 @@ class Node:
     def __init__(self, config: NodeConfig, memory: Memory) -> None:
         self.config = config
         self.memory = memory
-        self.grants = Grants()
+        self.grants = Grants(Board.create())
         self.ledger = Ledger(config.max_transfers, config.layout)
         self.on_ended: Callable[[Session], None] | None = None
         self.staging = Staging(staging_offset(config.layout), config.staging_nbytes, config.copy_threads)
@@ -99,6 +100,7 @@ class Node:
         if endings := [session.ended for session in self.ledger]:
             await asyncio.wait(endings, timeout=2 * self.config.timeouts.abort)
         await self.directory.close()
+        self.grants.end()
         self.copiers.shutdown(wait=True)
 
     def ticket(self, session: Session, lease_seconds: float) -> bytes:

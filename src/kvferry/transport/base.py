@@ -5,6 +5,7 @@ The rules that all of them share:
 - A transport decides nothing. The protocol says when bytes move; the transport moves them.
 - The side that starts a copy has both tables (a ``CopyPlan``). The other side serves it only
   inside a grant: it asks its ``Guard`` about every descriptor, in one call, before one byte moves.
+  A side that reads the peer's memory itself may find the grant on the peer's board instead.
 - Control is async (asyncio, one loop a node). Payload calls block, run in data threads, and end
   by their deadline or soon after their cancel token is set, whatever the peer does.
 - Where integrity is on, the receiving side returns one xxh3-64 a chunk over the bytes that
@@ -20,7 +21,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,9 @@ from kvferry.errors import InputError, KVFerryError, PeerError
 from kvferry.layout import CopyPlan
 from kvferry.transport.device import DeviceBytes
 from kvferry.transport.security import HOST_ONLY, Security
+
+if TYPE_CHECKING:
+    from kvferry.transport.board import Board
 
 __all__ = [
     "MAX_FRAME_NBYTES",
@@ -173,6 +177,10 @@ class Arrived:
 
 class Guard(Protocol):
     """Asked by a transport before it serves a peer. Called from data threads; must not block long."""
+
+    @property
+    def board(self) -> Board | None:
+        """Where what may be read is posted, for peers that move the bytes themselves; None: they ask."""
 
     def enter(
         self, transfer_id: bytes, direction: Direction, offset: NDArray[np.int64], nbytes: NDArray[np.int64]

@@ -33,6 +33,7 @@ from kvferry.transport.greeting import GREETING_SECONDS, read_exactly
 from kvferry.transport.patience import Patience
 from kvferry.transport.security import Plain
 from kvferry.transport.serving import Handler
+from kvferry.transport.small import SMALL_NBYTES, ask_small, serve_small
 from kvferry.transport.staged import ask_pushed, serve_pushed
 from kvferry.transport.table import Part, first_outside, outside_of_peer
 from kvferry.transport.tcp import TcpConnection, TcpTransport
@@ -92,7 +93,7 @@ class LibraryConnection(TcpConnection):
         await super().start(sock)
 
     def _handlers(self) -> dict[Operation, Handler]:
-        return {Operation.PUSH: self._serve_push}
+        return {Operation.PUSH: self._serve_push, Operation.READ: self._serve_small}
 
     def _ask(
         self, direction: Direction, copy: Copy, part: Part, patience: Patience
@@ -104,10 +105,16 @@ class LibraryConnection(TcpConnection):
         return self._read_part(copy, part, patience)
 
     def _read_part(self, copy: Copy, part: Part, patience: Patience) -> NDArray[np.uint64] | None:
+        if part.total_nbytes <= SMALL_NBYTES:
+            with self._asking.channel(patience) as channel:
+                return ask_small(channel, self.memory, copy, part, patience)
         limits = Progressing.of(patience, self.progress)
         with self._asking.channel(limits) as channel:
             pool = pool_bytes(self.memory)
             return ask_pushed(channel, pool, copy, part, patience=limits, arena=self.arena)
+
+    def _serve_small(self, channel: Channel, request: Request, patience: Patience) -> None:
+        serve_small(channel, self.memory, request, patience)
 
     def _serve_push(self, channel: Channel, request: Request, patience: Patience) -> None:
         limits = Progressing.of(patience, self.progress)
@@ -180,12 +187,8 @@ class LibraryTransport(TcpTransport):
         open_channel: OpenChannel | None,
         sealing: Sealing | None = None,
     ) -> TcpConnection:
-        self._check_payload(sock, address, open_channel)
+        self._check_way(sock, address, is_ours=open_channel is None)  # whether it is sealed or not
         return super()._connection(sock, peer, address, open_channel, sealing)
-
-    def _check_payload(self, sock: socket.socket, address: Address, open_channel: OpenChannel | None) -> None:
-        """As ``_check_way``, whether the connection is sealed or not."""
-        self._check_way(sock, address, is_ours=open_channel is None)
 
     def _check_way(self, sock: socket.socket, address: Address, *, is_ours: bool) -> None:
         """Raise InputError where payload in plain may not cross the network."""

@@ -58,8 +58,8 @@ _libc.mmap.argtypes = [
 ]
 
 
-def create_shared(nbytes: int) -> Memory:
-    """Make a zeroed pool of ``nbytes`` bytes that other processes can map.
+def create_shared(nbytes: int, name: str = MEMFD_NAME) -> Memory:
+    """Make a zeroed pool of ``nbytes`` bytes that other processes can map; ``name`` is what maps are called.
 
     It is touched here, in huge pages where the kernel gives them, so that no transfer pays for
     first touch. The returned memory owns its descriptor; ``Memory.close`` gives it back.
@@ -72,7 +72,7 @@ def create_shared(nbytes: int) -> Memory:
         raise InputError(f"nbytes: a pool holds at least one byte, not {nbytes}")
     fd = None
     try:
-        fd = _memfd()
+        fd = _memfd(name)
         os.ftruncate(fd, _file_nbytes(nbytes))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         array, reserved, lead = _map(fd, nbytes, True)
@@ -154,13 +154,13 @@ def private(buffer: Any) -> Memory:
     return Memory(array=flat, owner_pid=os.getpid(), owner_address=address_of(flat))
 
 
-def _memfd() -> int:
+def _memfd(name: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create(MEMFD_NAME, flags | _MFD_NOEXEC_SEAL)
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError:
         # Before Linux 6.3 the flag is unknown, and there is nothing that it would have to forbid.
-        return os.memfd_create(MEMFD_NAME, flags)
+        return os.memfd_create(name, flags)
 
 
 def _file_nbytes(nbytes: int) -> int:

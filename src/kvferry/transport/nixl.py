@@ -20,14 +20,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import DeadlineError, KVFerryError, LocalError, TransportError
+from kvferry.errors import KVFerryError, LocalError, TransportError
 from kvferry.transport.address import Address
-from kvferry.transport.base import Copy, Listener, Memory, OnConnection
+from kvferry.transport.base import Copy, Guard, Listener, Memory, OnConnection
+from kvferry.transport.board import SLOT_NBYTES, PeerBoard
 from kvferry.transport.channel import Channel
 from kvferry.transport.control import Signal
 from kvferry.transport.device import pool_bytes
 from kvferry.transport.library import LibraryConnection, LibraryTransport, decode_record, in_thread
-from kvferry.transport.look import looking, serve_look
+from kvferry.transport.look import Looking, serve_look
 from kvferry.transport.memory import address_of
 from kvferry.transport.nixl_agent import NixlAgent, NixlPeer, missing, shared_agent
 from kvferry.transport.nixl_paths import UNKNOWN
@@ -46,7 +47,7 @@ AGENT_SECONDS = 20.0
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who a side is to NIXL, and where its pool and a few known bytes lie in its process.
+    """Who a side is to NIXL, and where its pool, its board and a few known bytes lie in its process.
 
     A pool on a device is at no address: such a side pushes, out of windows in host memory.
     """
@@ -57,6 +58,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: int
     cookie_address: int
     cookie: bytes
+    board_address: int | None
 
 
 class NixlConnection(LibraryConnection):
@@ -69,7 +71,10 @@ class NixlConnection(LibraryConnection):
     agent: NixlAgent
     hello: Hello
     peer: NixlPeer | None = None
-    region: tuple[int, int] | None = None
+    #: What is registered for this connection: the pool, if it is in this process's memory, and the board.
+    regions: tuple[tuple[int, int], ...] = ()
+    #: The peer's board, where it can be read without the peer's doing.
+    board: PeerBoard | None = None
     _drive_until = 0.0
     _is_driving = False
 
@@ -79,17 +84,20 @@ class NixlConnection(LibraryConnection):
 
     def _hello(self) -> bytes:
         self.agent = shared_agent()
-        self.region = _region_of(self.memory)
-        if self.region is not None:
-            self.agent.register(*self.region)
+        pool, board = _region_of(self.memory), _region_of_board(self.guard)
+        regions = tuple(region for region in (pool, board) if region is not None)
+        for region in regions:
+            self.agent.register(*region)
+            self.regions = (*self.regions, region)
         return msgspec.msgpack.encode(
             Hello(
                 self.agent.name,
-                self.agent.metadata(*([self.region] if self.region else [])),
-                self.region[0] if self.region else None,
+                self.agent.metadata(*regions),
+                pool[0] if pool else None,
                 self.memory.nbytes,
                 self.agent.cookie_address,
                 self.agent.cookie,
+                board[0] if board else None,
             )
         )
 
@@ -108,6 +116,8 @@ class NixlConnection(LibraryConnection):
             self.move = "read" if is_read else "push"
         if self.hello.address is None:  # nothing of the peer's to read
             self.move = "push"
+        if self.hello.board_address is not None and not self._is_lively:
+            self.board = PeerBoard(self._read_slot)
 
     def _handlers(self) -> dict[Operation, Handler]:
         return {**super()._handlers(), Operation.LOOK: self._serve_look}
@@ -116,7 +126,10 @@ class NixlConnection(LibraryConnection):
         if self.move == "push":
             return super()._read_part(copy, part, patience)
         limits = self._driving(patience)
-        with self._asking.channel(limits) as channel, looking(channel, copy, part, limits) as check:
+        with (
+            self._asking.channel(limits) as channel,
+            Looking(channel, copy, part, limits, self.board) as check,
+        ):
             assert self.peer is not None
             assert self.hello.address is not None
             reading = Reading(self.peer, self.hello.address, pool_bytes(self.memory), limits, check)
@@ -125,13 +138,41 @@ class NixlConnection(LibraryConnection):
             reading.direct(part)
             return None
 
+    def _read_slot(self, place: int, patience: Patience) -> bytes:
+        assert self.peer is not None
+        assert self.hello.board_address is not None
+        return self._read_bytes(self.hello.board_address + place, SLOT_NBYTES, self._driving(patience))
+
+    def _read_bytes(self, there: int, nbytes: int, limits: Progressing) -> bytes:
+        """A few bytes at an address of the peer's, by way of a window here."""
+        assert self.peer is not None
+        pair = self.arena.take(limits)
+        posted = None
+        try:
+            posted = self.peer.read(pair.addresses[0], there, nbytes)
+            limits.until_done(posted)
+            found, posted = pair.arrays[0][:nbytes].tobytes(), None
+        finally:
+            if posted is None:
+                self.arena.give_back(pair)
+            else:
+                self.arena.give_back_after(posted, pair)
+        return found
+
     def _serve_look(self, channel: Channel, _request: Request, patience: Patience) -> None:
         serve_look(channel, self._driving(patience))
 
+    @property
+    def _is_lively(self) -> bool:
+        """Reads need the library of both sides all the time."""
+        return "tcp" in self.path or UNKNOWN in self.path
+
     def _driving(self, patience: Patience) -> Progressing:
         """Limits for reads: over tcp they need this library all the time, else to set up an endpoint."""
-        is_lively = "tcp" in self.path or UNKNOWN in self.path
-        return Progressing.of(patience, self.progress, is_lively=is_lively)
+        assert self.peer is not None
+        is_lively = self._is_lively
+        nudge = None if is_lively else self.peer.nudge
+        return Progressing.of(patience, self.progress, is_lively=is_lively, nudge=nudge)
 
     def _on_signal(self, kind: Signal, payload: bytes) -> None:
         if kind is not Signal.DRIVE:
@@ -154,22 +195,13 @@ class NixlConnection(LibraryConnection):
         peer, self.peer = self.peer, None
         if peer is not None:
             self.agent.part(peer)
-        if self.region is not None:
-            self.agent.deregister(*self.region)
+        for region in self.regions:
+            self.agent.deregister(*region)
 
     def _read_known_bytes(self, limits: Progressing) -> str:
-        pair = self.arena.take(limits)
         with self.agent.proving:
             self.agent.paths.news(is_self=False)
-            assert self.peer is not None
-            posted = self.peer.read(pair.addresses[0], self.hello.cookie_address, COOKIE_NBYTES)
-            try:
-                limits.until_done(posted)
-            except DeadlineError:
-                self.arena.give_back_after(posted, pair)
-                raise
-            found = pair.arrays[0][:COOKIE_NBYTES].tobytes()
-            self.arena.give_back(pair)
+            found = self._read_bytes(self.hello.cookie_address, COOKIE_NBYTES, limits)
             path = self.agent.paths.news(is_self=self.hello.agent == self.agent.name)
         if found != self.hello.cookie:
             raise TransportError(
@@ -181,6 +213,10 @@ class NixlConnection(LibraryConnection):
 def _region_of(memory: Memory) -> tuple[int, int] | None:
     """What NIXL is told of a pool: address and bytes, or nothing of one on a device."""
     return (address_of(memory.array), memory.nbytes) if memory.device is None else None
+
+
+def _region_of_board(guard: Guard) -> tuple[int, int] | None:
+    return None if guard.board is None else _region_of(guard.board.memory)
 
 
 async def _agent() -> NixlAgent:

@@ -24,7 +24,7 @@ from kvferry.transport.patience import Patience
 from kvferry.transport.staged import Steps
 from kvferry.transport.staging import FEW, step_starts
 from kvferry.transport.table import Part, split_pieces
-from kvferry.transport.windows import Arena, Progressing
+from kvferry.transport.windows import NUDGE_SECONDS, Arena, Progressing
 
 __all__ = ["Reading"]
 
@@ -36,7 +36,6 @@ SLICE_NBYTES = 32 << 20
 SLICE_PIECES = 8192
 # A NIC ends what it cannot finish within seconds. After this long a person has to look.
 SETTLE_SECONDS = 120.0
-NUDGE_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvferry.errors import CapacityError, InputError, KVFerryError, TransportError
 from kvferry.transport.address import Address, parse_address
 from kvferry.transport.base import Connection, Copy, Direction, Guard, Listener, Memory, OnConnection
+from kvferry.transport.board import PeerBoard
 from kvferry.transport.channel import Channel
 from kvferry.transport.connection import OpenChannel, SocketConnection
 from kvferry.transport.copying import run_lanes
@@ -29,7 +30,7 @@ from kvferry.transport.greeting import (
     tell_refused,
 )
 from kvferry.transport.listening import BACKLOG, SocketListener
-from kvferry.transport.look import looking, serve_look
+from kvferry.transport.look import Looking, serve_look
 from kvferry.transport.memory import create_shared
 from kvferry.transport.patience import Patience
 from kvferry.transport.serving import Handler
@@ -41,7 +42,14 @@ from kvferry.transport.shared_copy import (
     copy_strided,
     pays_strided,
 )
-from kvferry.transport.shm_offer import Cookie, check_same_user, receive_offer, send_offer, source_for
+from kvferry.transport.shm_offer import (
+    Cookie,
+    board_of,
+    check_same_user,
+    receive_offer,
+    send_offer,
+    source_for,
+)
 from kvferry.transport.socket_transport import SocketTransport
 from kvferry.transport.table import Part, first_outside, lanes_for, outside_of_peer, split_copy
 from kvferry.transport.wire import Operation, Request
@@ -61,9 +69,10 @@ class ShmConnection(SocketConnection):
     scheme = "shm"
     can_write = False
 
-    def use(self, source: Source | KVFerryError, peer_nbytes: int) -> None:
+    def use(self, source: Source | KVFerryError, peer_nbytes: int, board: PeerBoard | None) -> None:
         """How to read the peer's memory, or why that is impossible: then only ``read`` says so."""
         self._source: Source | KVFerryError | None = source
+        self._board = board
         self._peer_nbytes = peer_nbytes
         self.path = source.path if isinstance(source, Source) else "none"
         self.notes = (source.message,) if isinstance(source, KVFerryError) else ()
@@ -84,7 +93,7 @@ class ShmConnection(SocketConnection):
         lanes = lanes_for(total, self.streams)
         with (
             self._asking.channel(patience) as channel,
-            looking(channel, copy, parts[0], patience) as check,
+            Looking(channel, copy, parts[0], patience, self._board) as check,
         ):
             # One thread reads the channel; it stops the others, and leaving the block looks again.
             run_lanes(
@@ -104,7 +113,7 @@ class ShmConnection(SocketConnection):
         try:
             with (
                 self._asking.channel(patience) as channel,
-                looking(channel, copy, part, patience) as check,
+                Looking(channel, copy, part, patience, self._board) as check,
             ):
                 return copy_part(source, part, self.memory.array, check, integrity=copy.integrity)
         except OSError as error:
@@ -121,7 +130,7 @@ class ShmConnection(SocketConnection):
         return source
 
     def _let_go(self) -> None:
-        self._source = None
+        self._source = self._board = None
 
 
 class ShmTransport(SocketTransport):
@@ -189,27 +198,28 @@ class ShmTransport(SocketTransport):
             return await self._begin(sock, address, open_channel, token)
 
     async def _say(self, sock: socket.socket) -> None:
-        send_offer(sock, self.memory, self._cookie)
+        send_offer(sock, self.memory, self._cookie, self.guard.board)
 
     async def _hear(
         self, sock: socket.socket, peer: str, address: Address, open_channel: OpenChannel | None
     ) -> SocketConnection:
         offer = await receive_offer(sock, peer)
         wanted = address.options.get("path")
+        board = None
         try:
             source: Source | KVFerryError = source_for(offer, wanted, peer)
+            board = board_of(offer, peer)
         except TransportError as error:
             # Often only the other side will read; a path that was asked for must be there.
             if wanted is not None:
                 raise
             source = error
         finally:
-            if offer.fd is not None:
-                os.close(offer.fd)
+            offer.close()
         connection = ShmConnection(
             self.memory, self.guard, peer, streams=address.streams_or(_threads()), open_channel=open_channel
         )
-        connection.use(source, offer.nbytes)
+        connection.use(source, offer.nbytes, board)
         return connection
 
 

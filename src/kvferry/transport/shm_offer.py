@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
 import secrets
 import socket
 import struct
@@ -15,15 +16,18 @@ import numpy as np
 
 from kvferry.errors import KVFerryError, PeerError, TransportError
 from kvferry.transport.base import Memory
+from kvferry.transport.board import BOARD_NBYTES, SLOT_NBYTES, Board, PeerBoard
 from kvferry.transport.memory import address_of, check_peer_memory, map_shared, read_only_fd
 from kvferry.transport.shared_copy import Mapped, OtherProcess, Source
 from kvferry.transport.vectored import copy_from_process, iovecs
 
-__all__ = ["Cookie", "Offer", "check_same_user", "receive_offer", "send_offer", "source_for"]
+__all__ = ["Cookie", "Offer", "board_of", "check_same_user", "receive_offer", "send_offer", "source_for"]
 
 COOKIE_NBYTES = 16
+# Processors on which loads of one thread are seen in their order: the slot is looked at after the bytes.
+ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "s390x")
 
-_OFFER = struct.Struct(f"<4sBBHQQQ{COOKIE_NBYTES}s")
+_OFFER = struct.Struct(f"<4sBBBBQQQ{COOKIE_NBYTES}s")
 _MAGIC = b"KVFO"
 _CREDENTIALS = struct.Struct("3i")
 
@@ -33,7 +37,7 @@ class Offer:
     """A peer's memory: mapped by ``fd`` if it has one, else at ``address`` of process ``pid``.
 
     ``pid`` is the kernel's word, not the peer's; None where the memory is another process's.
-    ``cookie`` stands at ``cookie_address`` of that process.
+    ``cookie`` stands at ``cookie_address`` of that process. ``board_fd`` is its board, if it has one.
     """
 
     nbytes: int
@@ -42,6 +46,13 @@ class Offer:
     cookie: bytes
     pid: int | None
     fd: int | None
+    board_fd: int | None
+
+    def close(self) -> None:
+        """Give the descriptors back; maps of them stay."""
+        for fd in (self.fd, self.board_fd):
+            if fd is not None:
+                os.close(fd)
 
 
 class Cookie:
@@ -73,27 +84,29 @@ def check_same_user(sock: socket.socket, peer: str) -> int:
     return int(pid)
 
 
-def send_offer(sock: socket.socket, memory: Memory, cookie: Cookie) -> None:
-    """Tell the peer about ``memory``; it gets a descriptor that can only be read. Raises OSError."""
+def send_offer(sock: socket.socket, memory: Memory, cookie: Cookie, board: Board | None) -> None:
+    """Tell the peer about ``memory`` and ``board``; its descriptors of them can only read. Raises OSError."""
+    board_fd = None if board is None else board.memory.fd
     message = _OFFER.pack(
         _MAGIC,
         memory.fd is not None,
         memory.owner_pid == os.getpid(),
+        board_fd is not None,
         0,
         memory.nbytes,
         memory.owner_address,
         cookie.address,
         cookie.value,
     )
-    with _lent(memory.fd) as fds:
+    with _lent(memory.fd) as pool, _lent(board_fd) as boards:
         # A fresh socket takes these bytes whole.
-        socket.send_fds(sock, [message], fds)
+        socket.send_fds(sock, [message], [*pool, *boards])
 
 
 async def receive_offer(sock: socket.socket, peer: str) -> Offer:
-    """The peer's offer; the caller closes its ``fd``. Raises PeerError for anything else, OSError."""
+    """The peer's offer; the caller closes it. Raises PeerError for anything else, OSError."""
     await _wait_readable(sock)
-    data, fds, _, _ = socket.recv_fds(sock, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC)
+    data, fds, _, _ = socket.recv_fds(sock, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
     try:
         return _parse_offer(data, fds, check_same_user(sock, peer), peer)
     except KVFerryError:
@@ -128,6 +141,21 @@ def source_for(offer: Offer, wanted: str | None, peer: str) -> Source:
     return OtherProcess(offer.pid, offer.address)
 
 
+def board_of(offer: Offer, peer: str) -> PeerBoard | None:
+    """The peer's board, mapped; None where it has none, or looks at it may come out of order.
+
+    Raises PeerError for a descriptor that is not safe to map, TransportError.
+    """
+    if offer.board_fd is None or platform.machine() not in ORDERED_MACHINES:
+        return None
+    check_peer_memory(offer.board_fd, BOARD_NBYTES, peer)
+    try:
+        view = map_shared(offer.board_fd, BOARD_NBYTES, writable=False).data
+    except OSError as error:
+        raise _no_way(f"its board cannot be mapped: {error.strerror}", peer) from error
+    return PeerBoard(lambda place, _patience: bytes(view[place : place + SLOT_NBYTES]))
+
+
 def _probe(offer: Offer, pid: int, peer: str) -> None:
     """Read the bytes that are known to be there. Raises TransportError."""
     found = np.zeros(COOKIE_NBYTES, np.uint8)
@@ -146,8 +174,9 @@ def _probe(offer: Offer, pid: int, peer: str) -> None:
 
 def _parse_offer(data: bytes, fds: list[int], pid: int, peer: str) -> Offer:
     if len(data) == _OFFER.size:
-        magic, has_fd, is_own, zero, nbytes, address, cookie_address, cookie = _OFFER.unpack(data)
-        if magic == _MAGIC and not zero and len(fds) == has_fd and 0 < nbytes < 1 << 62:
+        magic, has_fd, is_own, has_board, zero, nbytes, address, cookie_address, cookie = _OFFER.unpack(data)
+        is_whole = max(has_fd, has_board) <= 1 and len(fds) == has_fd + has_board and not zero
+        if magic == _MAGIC and is_whole and 0 < nbytes < 1 << 62:
             # Process 0 is the kernel's word for a process outside of this PID namespace.
             return Offer(
                 nbytes,
@@ -155,7 +184,8 @@ def _parse_offer(data: bytes, fds: list[int], pid: int, peer: str) -> Offer:
                 cookie_address,
                 cookie,
                 (pid or None) if is_own else None,
-                fds[0] if fds else None,
+                fds[0] if has_fd else None,
+                fds[-1] if has_board else None,
             )
     raise PeerError(
         "the peer does not say what memory it has",

@@ -24,7 +24,7 @@ from kvferry.transport.memory import address_of
 from kvferry.transport.patience import SLICE_SECONDS, Patience
 from kvferry.transport.staging import STEP_NBYTES
 
-__all__ = ["MAX_PAIRS", "WINDOW_NBYTES", "Arena", "Mover", "Pair", "Posted", "Progressing"]
+__all__ = ["MAX_PAIRS", "NUDGE_SECONDS", "WINDOW_NBYTES", "Arena", "Mover", "Pair", "Posted", "Progressing"]
 
 # Any staging step fits: steps of STEP_NBYTES with pieces of at most that are below twice of it.
 WINDOW_NBYTES = 2 * STEP_NBYTES
@@ -35,6 +35,10 @@ MAX_PAIRS = 32
 _GIVE_WAY_SECONDS = 1e-4
 _SHORT_SECONDS, _LONG_SECONDS = 5e-5, 1e-3
 _BUSY_SECONDS = 0.05
+# What moves without the peer's doing is over by then, save where an endpoint is not set up yet. The peer
+# then drives for longer than it takes until it is asked again.
+_NUDGE_AFTER_SECONDS = 2e-3
+NUDGE_SECONDS = 0.5
 
 
 class Posted(Protocol):
@@ -59,10 +63,17 @@ class Progressing(Patience):
     progress: Callable[[], None] | None = None
     #: Bytes move only while it is driven; else a wait for a word drives it now and then, and hears at once.
     is_lively: bool = True
+    #: Has the peer drive its library for a while; None where it does so anyway.
+    nudge: Callable[[], None] | None = None
 
     @classmethod
     def of(
-        cls, patience: Patience, progress: Callable[[], None] | None, *, is_lively: bool = True
+        cls,
+        patience: Patience,
+        progress: Callable[[], None] | None,
+        *,
+        is_lively: bool = True,
+        nudge: Callable[[], None] | None = None,
     ) -> Progressing:
         """The same limits."""
         return cls(
@@ -73,6 +84,7 @@ class Progressing(Patience):
             patience.is_polite,
             progress,
             is_lively,
+            nudge,
         )
 
     def wait(self, poll: select.poll) -> list[tuple[int, int]]:
@@ -96,9 +108,13 @@ class Progressing(Patience):
     def until_done(self, posted: Posted) -> None:
         """Wait for a posted transfer. Raises at the limits, or what broke it; then it may not be over."""
         started = time.monotonic()
+        nudge_at = started + _NUDGE_AFTER_SECONDS
         while not posted.is_done():
             self.pause(started)
             self.check()
+            if self.nudge is not None and time.monotonic() >= nudge_at:
+                self.nudge()
+                nudge_at = time.monotonic() + NUDGE_SECONDS
 
     def pause(self, started: float) -> float:
         """Drive the library, sleep a little; how long the wait has been, in seconds."""

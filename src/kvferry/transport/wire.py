@@ -8,7 +8,8 @@ write    asker: request DATA frame ... DONE    server: DONE, or ENDED at any tim
 look     asker: request ... RELEASE            server: ADMITTED ... DONE, or ENDED at any time
 push     as read, through windows that a library writes into: staged.py
 
-``look`` admits the asker to read the server's memory itself. ENDED is followed by a reason of as
+``look`` admits the asker to read the server's memory itself; what is on the server's board (board.py)
+needs none. ENDED is followed by a reason of as
 many bytes as its mark says. All integers are little-endian; tables are int64. Every number is
 bounded before anything is allocated by it.
 """
