@@ -1,6 +1,7 @@
 """kvferry beside NIXL and Mooncake: the same bytes, the same machine, the same minutes.
 
     python bench/peers.py [--repeat 5] [--out bench/results/peers.json]     (or: make bench-peers)
+    python bench/peers.py --only nixl-tcp --shapes "one piece" --repeat 15 --out FILE
 
 Pairs of processes hold a pool each; at each turn every way moves every shape once (one small block 50
 times, whose median counts), in an order of its own, so that ratios are of one turn. The libraries alone
@@ -10,6 +11,8 @@ compared after each move. kvferry over NIXL and over the library alone use one a
 is kvferry's own: a ``Connection.read`` without digests, the same with digests, and a whole handoff through
 two endpoints. NIXL's own estimate stands beside kvferry's prediction, which is fitted to other shapes of
 the same run. The first turn is dropped.
+
+``--only`` and ``--shapes`` leave the other ways and shapes out, and then predictions too.
 """
 
 from __future__ import annotations
@@ -69,6 +72,8 @@ WAYS = [
     ("Mooncake tcp write", "mooncake", "mooncake_write", "there", False),
     ("kvferry over Mooncake tcp", "mooncake", "ours", "here", False),
 ]
+#: The library's own way that does the same as kvferry's over it.
+BARE = {"nixl-cma": "NIXL cma read", "nixl-tcp": "NIXL tcp write", "mooncake": "Mooncake tcp write"}
 SETTINGS = {"nixl-tcp": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}}
 
 
@@ -200,11 +205,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeat", type=int, default=5, help="measured turns")
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="ways with it in their name or pair; may be repeated"
+    )
+    parser.add_argument("--shapes", action="append", metavar="TEXT", help="shapes likewise")
     parser.add_argument("--out", type=Path, default=Path("bench/results/peers.json"))
     arguments = parser.parse_args()
+    ways = [way for way in WAYS if wanted(arguments.only, way[0], way[1])]
+    shapes = [shape for shape in SHAPES if wanted(arguments.shapes, shape)]
+    is_whole = len(ways) == len(WAYS) and len(shapes) == len(SHAPES)
+    if not ways or not shapes:
+        parser.error("nothing is left to measure")
+    if not is_whole and arguments.out == parser.get_default("out"):
+        parser.error("a part of the bench is no result to publish: give --out")
     facts = machine()
     console = Console(stderr=True)
-    pairs = {name: Pair(name) for name in dict.fromkeys(way[1] for way in WAYS)}
+    pairs = {name: Pair(name) for name in dict.fromkeys(way[1] for way in ways)}
     rows = [
         {
             "way": way,
@@ -215,8 +231,8 @@ def main() -> None:
             "cpu_seconds": [],
             "memcpy": [],
         }
-        for way, pair, command, _, _ in WAYS
-        for shape in SHAPES
+        for way, pair, command, _, _ in ways
+        for shape in shapes
     ]
     order = random.Random(7)
     for turn in track(range(arguments.repeat + 1), "turns", console=console):
@@ -237,7 +253,7 @@ def main() -> None:
         "versions": versions(),
         "paths": {name: pair.paths for name, pair in pairs.items()},
         "rows": rows,
-        "predictions": predictions(pairs, rows, arguments.repeat),
+        "predictions": predictions(pairs, rows, arguments.repeat) if is_whole else [],
     }
     for pair in pairs.values():
         pair.here.close()
@@ -247,6 +263,11 @@ def main() -> None:
     show(rows)
 
 
+def wanted(texts: list[str] | None, *names: str) -> bool:
+    """Any of the texts is in any of the names; or nothing was asked for."""
+    return texts is None or any(text in name for text in texts for name in names)
+
+
 def versions() -> dict[str, str]:
     from importlib.metadata import version
 
@@ -254,16 +275,21 @@ def versions() -> dict[str, str]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("way", *(f"{shape}, GB/s or us" for shape in SHAPES))
-    for way in dict.fromkeys(row["way"] for row in rows):
+    """Medians, and in brackets how often the time of the library alone, of the same turns."""
+    by = {(row["way"], row["shape"]): row for row in rows}
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    table = Table("way", *(f"{shape}, GB/s or us" for shape in shapes))
+    for way, pair in dict.fromkeys((row["way"], row["pair"]) for row in rows):
         cells = []
-        for row in rows:
-            if row["way"] == way:
-                seconds = statistics.median(row["seconds"])
-                is_small = row["nbytes"] < MIB
-                cells.append(
-                    f"{seconds * 1e6:.0f} us" if is_small else f"{row['nbytes'] / seconds / 1e9:.2f}"
-                )
+        for shape in shapes:
+            row, bare = by[way, shape], by.get((BARE.get(pair, ""), shape))
+            seconds = statistics.median(row["seconds"])
+            is_small = row["nbytes"] < MIB
+            cell = f"{seconds * 1e6:.0f} us" if is_small else f"{row['nbytes'] / seconds / 1e9:.2f}"
+            if bare not in (None, row):
+                over = [ours / its for ours, its in zip(row["seconds"], bare["seconds"], strict=True)]
+                cell += f" ({statistics.median(over):.2f}: {min(over):.2f} to {max(over):.2f})"
+            cells.append(cell)
         table.add_row(way, *cells)
     Console().print(table)
 
