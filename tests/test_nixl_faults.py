@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvferry.errors import DeadlineError, TransportError
+from kvferry.errors import CapacityError, DeadlineError, TransportError
+from kvferry.testing.guards import ScriptedGuard
 from kvferry.testing.plans import expected_copy, expected_digests, random_plan
 from kvferry.testing.transport_fixture import POOL_NBYTES, check_error
-from kvferry.testing.transport_pair import WAIT_SECONDS
+from kvferry.testing.transport_pair import WAIT_SECONDS, LoopThread
 from kvferry.testing.transport_peer import pattern
-from kvferry.transport.base import Direction
+from kvferry.transport.base import Connection, Direction
+from kvferry.transport.memory import create_shared
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.nixl_agent import shared_agent
 from library_kit import LONG, MARK, Meeting, ending_of_a_cut_copy, two_hosts
@@ -117,16 +120,91 @@ def test_a_block_that_changes_under_the_copy_is_found(meet: type[Meeting]) -> No
     assert np.array_equal(meeting.memory.array, expected_copy(plan, sent, np.zeros(POOL_NBYTES, np.uint8)))
 
 
+READER = """
+import sys, threading
+from kvferry.errors import KVFerryError
+from kvferry.testing.guards import ScriptedGuard
+from kvferry.testing.plans import make_plan
+from kvferry.testing.transport_pair import LoopThread, Side
+from kvferry.transport.base import Direction
+from kvferry.transport.memory import create_shared
+from kvferry.transport.nixl import NixlTransport
+
+memory, loop = create_shared(int(sys.argv[2])), LoopThread()
+transport = NixlTransport(memory, ScriptedGuard())
+side = Side(memory, transport.guard, transport, loop.run(transport.connect(sys.argv[1], 10.0)))
+outcome = []
+
+def copy():
+    try:
+        plan = make_plan([0] * 400, [0] * 400, [memory.nbytes] * 400)
+        outcome.append(side.copy(Direction.READ, plan, seconds=20.0, integrity=False).path)
+    except KVFerryError as error:
+        outcome.append(type(error).__name__)
+
+thread = threading.Thread(target=copy)
+thread.start()
+while thread.is_alive() and not memory.array.all():
+    thread.join(1e-3)
+print("moving", flush=True)
+thread.join()
+side.copy(Direction.READ, make_plan([0], [0], [4096]))  # the connection is whole, the library works
+print(outcome[0], set(memory.array[4096:].tolist()), memory.array[0], flush=True)
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not IS_TCP, reason="writes over cma are over when they are posted")
+def test_a_reader_that_freezes_gets_nothing_of_what_is_written_after_it() -> None:
+    """The library reads large pieces from the pool, and goes on when nobody waits for it any more.
+
+    What it sends of blocks that were given away does not come into the reader's pool.
+    """
+    memory, guard, loop = create_shared(POOL_NBYTES), ScriptedGuard(), LoopThread()
+    memory.array[:] = 1
+    accepted: list[Connection] = []
+    transport = NixlTransport(memory, guard)
+    listener = loop.run(transport.listen("nixl://127.0.0.1:0", accepted.append))
+    command = [sys.executable, "-c", READER, listener.address, str(POOL_NBYTES)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "moving\n"
+        os.kill(reader.pid, signal.SIGSTOP)
+        try:
+            os.waitid(os.P_PID, reader.pid, os.WSTOPPED)
+            guard.end_all(CapacityError("the lease is over"))
+            guard.wait_until_idle()
+            memory.array[:] = MARK
+        finally:
+            reader.send_signal(signal.SIGCONT)
+        told = reader.stdout.readline()
+    assert told in {f"TransportError {{1}} {MARK}\n", f"CopyEndedError {{1}} {MARK}\n"}
+    for connection in accepted:
+        loop.run(connection.close())
+    loop.run(listener.close())
+    loop.close()
+    memory.close()
+
+
 PROGRAM = """
-import sys
+import sys, threading
 from kvferry.transport.nixl_agent import shared_agent
-shared_agent()
+agent, driven = shared_agent(), threading.Event()
+
+def drive():
+    while True:
+        agent.progress()
+        driven.set()
+
+threading.Thread(target=drive, daemon=True).start()
+driven.wait()
 sys.exit(3)
 """
 
 
 def test_a_process_with_an_agent_ends_as_it_says() -> None:
-    """Its exit status is its own, and nothing of the library is on its standard output."""
+    """Its exit status is its own, though a thread is in the library; nothing of that is on its output."""
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (3, "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import threading
 import time
@@ -12,16 +13,18 @@ import pytest
 
 from kvferry.errors import CapacityError, KVFerryError
 from kvferry.testing.guards import ScriptedGuard
-from kvferry.transport.base import CancelToken
+from kvferry.testing.plans import make_plan
+from kvferry.transport.base import CancelToken, Copy, Direction
 from kvferry.transport.channel import Channel, make_marks
 from kvferry.transport.look import serve_look
-from kvferry.transport.memory import create_shared
+from kvferry.transport.memory import address_of, create_shared
 from kvferry.transport.patience import Patience
 from kvferry.transport.serving import Served, Serving, Slots
-from kvferry.transport.staged import serve_pushed
+from kvferry.transport.staged import ask_pushed, serve_pushed
+from kvferry.transport.table import split_copy
 from kvferry.transport.users import Users
-from kvferry.transport.windows import Arena, Progressing
-from kvferry.transport.wire import MARK_NBYTES, Kind, Operation, Request
+from kvferry.transport.windows import Arena, PoolMover, Progressing
+from kvferry.transport.wire import MARK_NBYTES, REQUEST, Kind, Operation, Request, decode, decode_head
 from transport_raw import POOL_NBYTES, TRANSFER_ID, request
 
 
@@ -93,3 +96,84 @@ def test_a_pushed_copy_that_ends_waits_for_the_readers_last_word() -> None:
         serving.result(20.0)
     assert channel.is_in_step
     channel.close()
+
+
+class LateLibrary(PoolMover):
+    """Moves bytes within this process, at the last moment; what it will write to is spoilt at the first.
+
+    So a window that is used again too early, at either side, shows.
+    """
+
+    min_piece_nbytes = 256 << 10
+
+    def __init__(self) -> None:
+        self.num_from_pool, self.num_moving, self.most_moving = 0, 0, 0
+
+    def write(self, here: int, there: int, nbytes: int) -> LatePosted:
+        return LatePosted(self, [(here, there, nbytes)])
+
+    def write_from(self, pool: np.ndarray, offset: np.ndarray, nbytes: np.ndarray, there: int) -> LatePosted:
+        self.num_from_pool += 1
+        ends = there + nbytes.cumsum()
+        return LatePosted(self, [*zip(address_of(pool) + offset, ends - nbytes, nbytes, strict=True)])
+
+
+class LatePosted:
+    def __init__(self, library: LateLibrary, pieces: list[tuple[int, int, int]]) -> None:
+        self._library, self._left, self._looks = library, pieces, 0
+        library.num_moving += 1
+        library.most_moving = max(library.most_moving, library.num_moving)
+        for _, there, nbytes in pieces:
+            ctypes.memset(int(there), 0xEE, int(nbytes))
+
+    def is_done(self) -> bool:
+        self._looks += 1
+        if self._looks >= 3 and self._left:
+            for here, there, nbytes in self._left:
+                ctypes.memmove(int(there), int(here), int(nbytes))
+            self._left = []
+            self._library.num_moving -= 1
+        return not self._left
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_from_pool"),
+    [
+        ([(17 << 20) + 5], 9),  # eight full windows, and what is left
+        ([(17 << 20) + 4096], 9),
+        ([300 << 10] * 40, 12),  # no full windows: half ones, all of them
+        ([48 << 10] * 200, 0),
+        ([1 << 20, 7, 1 << 20, 3 << 20, 4096, 100] * 2, 10),  # all but the last two pieces
+    ],
+)
+def test_windows_are_used_by_turns_and_large_pieces_go_straight_from_the_pool(
+    sizes: list[int], num_from_pool: int
+) -> None:
+    """Two steps are on their way at once, each window is one step's at a time, every byte is right."""
+    total, rng = sum(sizes), np.random.default_rng(5)
+    sent, landed = rng.integers(0, 256, total + 3, np.uint8), np.zeros(total + 3, np.uint8)
+    ends = np.cumsum(sizes)
+    plan = make_plan([*(ends - sizes + 3)], [*(total - ends)], sizes)
+    copy = Copy(TRANSFER_ID, plan, time.monotonic() + 20.0, True)
+    (part,) = split_copy(copy, Direction.READ, landed.nbytes, "peer")
+    limits = Progressing.of(Patience(copy.deadline, (CancelToken(),), "peer"), None)
+    library, arenas = LateLibrary(), (Arena("here"), Arena("there"))
+    pair = socket.socketpair()
+    here, there = Channel(pair[0]), Channel(pair[1])
+
+    def serve() -> None:
+        head = decode_head(there.read_start(REQUEST.size, REQUEST.size, limits), "peer")
+        request = decode(head, there.read(head.tables_nbytes, limits), sent.nbytes, "peer")
+        serve_pushed(there, sent, request, patience=limits, arena=arenas[1], mover=library)
+
+    with ThreadPoolExecutor(1) as thread:
+        serving = thread.submit(serve)
+        ask_pushed(here, landed, copy, part, patience=limits, arena=arenas[0])
+        serving.result(20.0)
+    for at, there_at, size in zip(plan.dst_offset, plan.src_offset, sizes, strict=True):
+        assert np.array_equal(landed[at : at + size], sent[there_at : there_at + size])
+    assert (library.num_from_pool, library.most_moving) == (num_from_pool, 2)
+    assert here.is_in_step
+    assert there.is_in_step
+    here.close()
+    there.close()

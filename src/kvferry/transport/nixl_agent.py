@@ -7,6 +7,7 @@ are known by a name of one process life; metadata travels over kvferry's own con
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -26,10 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import KVFerryError, LocalError, TransportError
+from kvferry.transport.memory import address_of
 from kvferry.transport.nixl_paths import PathLog
-from kvferry.transport.windows import Arena
+from kvferry.transport.staging import FEW
+from kvferry.transport.windows import Arena, PoolMover
 
-__all__ = ["INSTALL", "NixlAgent", "NixlPeer", "NixlPosted", "missing", "shared_agent"]
+__all__ = ["INSTALL", "NixlAgent", "NixlPeer", "NixlPosted", "missing", "rows", "shared_agent"]
 
 # Wheels of the two CUDA versions hold modules of their own names; either works without a GPU.
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
@@ -37,6 +40,9 @@ DISTRIBUTIONS = {"nixl_cu12": "nixl-cu12", "nixl_cu13": "nixl-cu13", "nixl": "ni
 # The first whose import does not need torch.
 OLDEST = (1, 4)
 PARTING_SECONDS = 0.5
+# Over tcp each piece costs system calls; smaller ones are gathered for less, and are in the cache then.
+MIN_PIECE_NBYTES = 256 << 10
+_END_SECONDS = 5.0
 INSTALL = "pip install --no-deps nixl-cu12"
 
 _log = logging.getLogger(__name__)
@@ -82,10 +88,19 @@ class NixlPosted:
         self._handle = handle
         self._is_done = is_done
         self._peer = peer
+        self._pool: NDArray[np.uint8] | None = None
+
+    def keep(self, pool: NDArray[np.uint8]) -> None:
+        """Hold a pool until the transfer is over, registered and mapped, whoever lets go of it meanwhile."""
+        if not self._is_done:
+            self._agent.register(address_of(pool), pool.nbytes)
+            self._pool = pool
 
     def is_done(self) -> bool:
         """Raises TransportError when it failed; the library is through with the memory then too."""
-        if not self._is_done:
+        if self._is_done:
+            return True
+        try:
             with self._agent.telling(self._peer):
                 try:
                     self._is_done = self._agent.api.check_xfer_state(self._handle) == "DONE"
@@ -95,11 +110,17 @@ class NixlPosted:
                 finally:
                     if self._is_done:
                         self._handle.release()
+        finally:
+            if self._is_done and self._pool is not None:
+                pool, self._pool = self._pool, None
+                self._agent.deregister(address_of(pool), pool.nbytes)
         return self._is_done
 
 
-class NixlPeer:
+class NixlPeer(PoolMover):
     """What one connection moves bytes by: a Mover whose addresses are those of the peer's process."""
+
+    min_piece_nbytes = MIN_PIECE_NBYTES
 
     def __init__(self, agent: NixlAgent, name: str, address: str) -> None:
         self.agent = agent
@@ -113,6 +134,15 @@ class NixlPeer:
 
     def write(self, here: int, there: int, nbytes: int) -> NixlPosted:
         return self.post("WRITE", _row(here, nbytes), _row(there, nbytes))
+
+    def write_from(
+        self, pool: NDArray[np.uint8], offset: NDArray[np.int64], nbytes: NDArray[np.int64], there: int
+    ) -> NixlPosted:
+        """Pieces of a registered pool, one after the other, to address ``there``."""
+        at = nbytes.cumsum() - nbytes
+        posted = self.post("WRITE", rows(address_of(pool), offset, nbytes), rows(there, at, nbytes))
+        posted.keep(pool)
+        return posted
 
     def post(self, operation: str, here: NDArray[np.uint64], there: NDArray[np.uint64]) -> NixlPosted:
         """Start one transfer. Rows are address, bytes, device: uint64, one a piece.
@@ -151,6 +181,11 @@ class NixlAgent:
         self.errors: tuple[type[Exception], ...] = tuple(
             value for name, value in vars(bindings).items() if re.fullmatch("nixl.*Error", name)
         )
+        # Held in each call of the library, which takes one at a time anyway; after ``_lock``.
+        self.calling = threading.Lock()
+        self.is_over = False
+        self._process = os.getpid()
+        atexit.register(self._end)
         self._lock = threading.Lock()
         self._peers: Counter[str] = Counter()
         self._part_until = 0.0
@@ -166,7 +201,17 @@ class NixlAgent:
 
     def telling(self, peer: str, phase: str = "move") -> _Telling:
         """Turn the library's exceptions into TransportError, for the time of a block."""
-        return _Telling(self.errors, peer, phase)
+        return _Telling(self, peer, phase)
+
+    def _end(self) -> None:
+        """No thread is in the library, or comes into it, when Python ends.
+
+        One that came back out of it then would find no Python to come back to, and its end within the
+        library's code is an abort of the process.
+        """
+        if os.getpid() == self._process and self.calling.acquire(timeout=_END_SECONDS):
+            self.is_over = True
+            self.calling.release()
 
     def register(self, address: int, nbytes: int) -> None:
         """Make one region known to the library; counted, so that several may ask for the same one."""
@@ -182,14 +227,14 @@ class NixlAgent:
             self._registered[address, nbytes] -= 1
             if not self._registered[address, nbytes]:
                 del self._registered[address, nbytes]
-                with contextlib.suppress(*self.errors):
+                with self.calling, contextlib.suppress(*self.errors):
                     self.api.deregister_memory(self.api.get_reg_descs(_region(address, nbytes), "DRAM"))
 
     def metadata(self, *regions: tuple[int, int]) -> bytes:
         """What a peer's agent needs to reach this one, its windows, and regions of it."""
         every = (*regions, (self.arena.address, self.arena.nbytes))
         rows = [row for region in every for row in _region(*region)]
-        with self.telling("this process", "connect"), self._lock:
+        with self._lock, self.telling("this process", "connect"):
             descs = self.api.get_reg_descs(rows, "DRAM")
             return bytes(self.api.get_partial_agent_metadata(descs, True, ["UCX"]))
 
@@ -218,7 +263,7 @@ class NixlAgent:
             if not self._peers[peer.name]:
                 del self._peers[peer.name]
                 if peer.name != self.name:
-                    with contextlib.suppress(*self.errors):
+                    with self.calling, contextlib.suppress(*self.errors):
                         self.api.remove_remote_agent(peer.name)
                     self._part_until = time.monotonic() + PARTING_SECONDS
                     if not self._is_parting:
@@ -237,23 +282,28 @@ class NixlAgent:
 
     def progress(self) -> None:
         """Let the library do what peers wait for."""
-        with contextlib.suppress(*self.errors):  # of a peer that is gone; its own transfers say so
-            self.api.get_new_notifs()
+        with self.calling, contextlib.suppress(*self.errors):  # of a peer that is gone; its transfers say so
+            if not self.is_over:
+                self.api.get_new_notifs()
 
 
 class _Telling:
     """No generator: each small copy goes through two of these."""
 
-    def __init__(self, errors: tuple[type[Exception], ...], peer: str, phase: str) -> None:
-        self._errors = errors
+    def __init__(self, agent: NixlAgent, peer: str, phase: str) -> None:
+        self._agent = agent
         self._peer = peer
         self._phase = phase
 
     def __enter__(self) -> None:
-        pass
+        self._agent.calling.acquire()
+        if self._agent.is_over:
+            self._agent.calling.release()
+            raise TransportError("this process ends", phase=self._phase, peer=self._peer)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, self._errors):
+        self._agent.calling.release()
+        if isinstance(error, self._agent.errors):
             raise TransportError(
                 f"NIXL reports {type(error).__name__.removeprefix('nixl')}: {error}",
                 phase=self._phase,
@@ -336,3 +386,14 @@ def _region(address: int, nbytes: int) -> list[tuple[int, int, int, str]]:
 
 def _row(address: int, nbytes: int) -> NDArray[np.uint64]:
     return np.array([[address, nbytes, 0]], np.uint64)
+
+
+def rows(base: int, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Address, bytes and device of each piece, as NIXL takes them: uint64, [pieces, 3]."""
+    if len(nbytes) <= FEW:
+        pieces = zip(offset.tolist(), nbytes.tolist(), strict=True)
+        return np.array([(base + at, size, 0) for at, size in pieces], np.uint64)
+    table = np.zeros((len(nbytes), 3), np.uint64)
+    table[:, 0] = offset.astype(np.uint64) + np.uint64(base)
+    table[:, 1] = nbytes
+    return table

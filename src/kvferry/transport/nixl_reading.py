@@ -19,10 +19,10 @@ from kvferry.errors import DeadlineError, KVFerryError, LocalError, TransportErr
 from kvferry.transport.device import PoolBytes
 from kvferry.transport.digest import ChunkDigests
 from kvferry.transport.memory import address_of
-from kvferry.transport.nixl_agent import NixlPeer, NixlPosted
+from kvferry.transport.nixl_agent import NixlPeer, NixlPosted, rows
 from kvferry.transport.patience import Patience
 from kvferry.transport.staged import Steps
-from kvferry.transport.staging import FEW, step_starts
+from kvferry.transport.staging import step_starts
 from kvferry.transport.table import Part, split_pieces
 from kvferry.transport.windows import NUDGE_SECONDS, Arena, Progressing
 
@@ -31,8 +31,11 @@ __all__ = ["Reading"]
 Int64 = NDArray[np.int64]
 Check = Callable[[], None]
 
-# Over cma a post lasts as long as its bytes: these take about 5 ms, and 4 KiB pieces at most 50 ms.
-SLICE_NBYTES = 32 << 20
+# Over cma a post lasts as long as its bytes, and no look at the limits comes between: these take 15 to 25 ms,
+# and 4 KiB pieces at most 50 ms. What ends nothing before its time may be late by so much.
+SLICE_NBYTES = 128 << 20
+# Over tcp these take as long, and of what a peer stalls in, no more is waited for.
+LIVELY_SLICE_NBYTES = 32 << 20
 SLICE_PIECES = 8192
 # A NIC ends what it cannot finish within seconds. After this long a person has to look.
 SETTLE_SECONDS = 120.0
@@ -60,13 +63,13 @@ class Reading:
         steps = Steps(self._pool, part.here, part.nbytes)
         _, (there,) = split_pieces(part.nbytes, part.there)
         sums = ChunkDigests(part.chunk_end) if is_summed else None
-        pair = arena.take(self._patience)
+        ring = arena.take(self._patience)
         posted: NixlPosted | None = None
 
         def post(index: int) -> NixlPosted:
             pieces = slice(*steps.borders[index])
             nbytes = steps.nbytes[pieces]
-            window = rows(pair.addresses[index % 2], nbytes.cumsum() - nbytes, nbytes)
+            window = rows(ring.addresses[index % len(ring.addresses)], nbytes.cumsum() - nbytes, nbytes)
             return self._peer.post("READ", window, rows(self._base, there[pieces], nbytes))
 
         try:
@@ -77,22 +80,23 @@ class Reading:
                 self._check()
                 if index + 1 < len(steps.borders):
                     posted = post(index + 1)
-                landed = pair.arrays[index % 2][: steps.step_nbytes[index]]
+                landed = ring.arrays[index % len(ring.arrays)][: steps.step_nbytes[index]]
                 if sums is not None:
                     sums.feed(landed)
                 steps.pieces.scatter(first, last, landed)
         finally:
             if posted is None:
-                arena.give_back(pair)
+                arena.give_back(ring)
             else:
-                arena.give_back_after(posted, pair)
+                arena.give_back_after(posted, ring)
         return sums.digests() if sums is not None else None
 
     def direct(self, part: Part) -> None:
         """Read one part straight into the pool, which is in this process."""
         assert isinstance(self._pool, np.ndarray)
-        nbytes, (here, there) = split_pieces(part.nbytes, part.here, part.there, limit=SLICE_NBYTES)
-        for first, last in _slices(nbytes):
+        limit = LIVELY_SLICE_NBYTES if self._patience.is_lively else SLICE_NBYTES
+        nbytes, (here, there) = split_pieces(part.nbytes, part.here, part.there, limit=limit)
+        for first, last in _slices(nbytes, limit):
             if first:  # before the first and after the last the caller looks
                 self._check()
             pieces = slice(first, last)
@@ -132,19 +136,8 @@ class Reading:
         )
 
 
-def _slices(nbytes: Int64) -> Iterator[tuple[int, int]]:
+def _slices(nbytes: Int64, limit: int) -> Iterator[tuple[int, int]]:
     """First and last + 1 piece of each post."""
-    for first, last in pairwise(step_starts(nbytes, SLICE_NBYTES).tolist()):
+    for first, last in pairwise(step_starts(nbytes, limit).tolist()):
         for start in range(first, last, SLICE_PIECES):
             yield start, min(start + SLICE_PIECES, last)
-
-
-def rows(base: int, offset: Int64, nbytes: Int64) -> NDArray[np.uint64]:
-    """Address, bytes and device of each piece, as NIXL takes them: uint64, [pieces, 3]."""
-    if len(nbytes) <= FEW:
-        pieces = zip(offset.tolist(), nbytes.tolist(), strict=True)
-        return np.array([(base + at, size, 0) for at, size in pieces], np.uint64)
-    table = np.zeros((len(nbytes), 3), np.uint64)
-    table[:, 0] = offset.astype(np.uint64) + np.uint64(base)
-    table[:, 1] = nbytes
-    return table

@@ -12,6 +12,7 @@ import os
 import select
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,15 +25,32 @@ from kvferry.transport.memory import address_of
 from kvferry.transport.patience import SLICE_SECONDS, Patience
 from kvferry.transport.staging import STEP_NBYTES
 
-__all__ = ["MAX_PAIRS", "NUDGE_SECONDS", "WINDOW_NBYTES", "Arena", "Mover", "Pair", "Posted", "Progressing"]
+__all__ = [
+    "MAX_RINGS",
+    "NUDGE_SECONDS",
+    "WINDOWS",
+    "WINDOW_NBYTES",
+    "Arena",
+    "Mover",
+    "PoolMover",
+    "Posted",
+    "Progressing",
+    "Ring",
+]
+
+Bytes = NDArray[np.uint8]
+Int64 = NDArray[np.int64]
 
 # Any staging step fits: steps of STEP_NBYTES with pieces of at most that are below twice of it.
 WINDOW_NBYTES = 2 * STEP_NBYTES
-# Of one process: 128 MiB of addresses, of which only what is used gets pages.
-MAX_PAIRS = 32
-# Between two looks a wait that drives the library gives way at first, as long as a small transfer may
-# take, then sleeps: shortly while things move, and longer after a while.
-_GIVE_WAY_SECONDS = 1e-4
+# Of one copy: one that is on its way, one behind it, one that is being scattered.
+WINDOWS = 3
+# Of one process: 192 MiB of addresses, of which only what is used gets pages.
+MAX_RINGS = 32
+# Between two looks a wait gives way at first, then sleeps, which is 0.1 ms at least: shortly while things
+# move, and longer after a while. It gives way as long as a step takes where nothing moves but by this
+# side's looks, and less where a library has threads of its own, which want the processor.
+_GIVE_WAY_SECONDS, _GIVE_WAY_TO_THREADS_SECONDS = 4e-4, 1e-4
 _SHORT_SECONDS, _LONG_SECONDS = 5e-5, 1e-3
 _BUSY_SECONDS = 0.05
 # What moves without the peer's doing is over by then, save where an endpoint is not set up yet. The peer
@@ -53,6 +71,24 @@ class Mover(Protocol):
 
     def write(self, here: int, there: int, nbytes: int) -> Posted:
         """From address ``here`` to ``there`` in the peer's memory. Raises TransportError."""
+
+
+class PoolMover(ABC):
+    """A Mover that may read pools too: it is spared the gather where pieces are large."""
+
+    #: Pieces that are smaller than this, on average, are gathered sooner than it takes them.
+    min_piece_nbytes: int
+
+    @abstractmethod
+    def write(self, here: int, there: int, nbytes: int) -> Posted:
+        """As Mover's."""
+
+    @abstractmethod
+    def write_from(self, pool: Bytes, offset: Int64, nbytes: Int64, there: int) -> Posted:
+        """Pieces of a pool, one after the other, to address ``there``. Raises TransportError.
+
+        The pool stays mapped, and known to the library, until that is over.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +157,7 @@ class Progressing(Patience):
         if self.progress is not None:
             self.progress()
         waited = time.monotonic() - started
-        if waited < _GIVE_WAY_SECONDS:
+        if waited < (_GIVE_WAY_TO_THREADS_SECONDS if self.progress is None else _GIVE_WAY_SECONDS):
             os.sched_yield()
         else:
             time.sleep(_SHORT_SECONDS if waited < _BUSY_SECONDS else _LONG_SECONDS)
@@ -129,26 +165,26 @@ class Progressing(Patience):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
-    """Two windows, used by turns. ``arrays``: uint8, WINDOW_NBYTES each."""
+class Ring:
+    """Windows of one copy, used by turns. ``arrays``: uint8, WINDOW_NBYTES each."""
 
-    arrays: tuple[NDArray[np.uint8], NDArray[np.uint8]]
-    addresses: tuple[int, int]
+    arrays: tuple[Bytes, ...]
+    addresses: tuple[int, ...]
 
 
 class Arena:
-    """All window pairs of a process, in one region that is registered once with the library."""
+    """All windows of a process, in one region that is registered once with the library."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.nbytes = MAX_PAIRS * 2 * WINDOW_NBYTES + mmap.PAGESIZE
+        self.nbytes = MAX_RINGS * WINDOWS * WINDOW_NBYTES + mmap.PAGESIZE
         self.array = np.frombuffer(mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE), np.uint8)
         self.address = address_of(self.array)
         self._changed = threading.Condition()
-        self._idle = [self._pair(index) for index in range(MAX_PAIRS)]
+        self._idle = [self._ring(index) for index in range(MAX_RINGS)]
         self._quarantined = 0
         # Transfers that nobody waits for any more, and what their end sets free.
-        self._unsettled: list[tuple[Posted, Pair]] = []
+        self._unsettled: list[tuple[Posted, Ring]] = []
 
     def keep(self, data: bytes) -> int:
         """Put a few known bytes, at most a page, beside the windows; where they lie."""
@@ -158,20 +194,20 @@ class Arena:
 
     @property
     def num_quarantined(self) -> int:
-        """Pairs that are never used again."""
+        """Rings that are never used again."""
         return self._quarantined
 
-    def take(self, patience: Patience) -> Pair:
-        """A pair that nothing touches. Raises CapacityError when all are quarantined, or at the limits."""
+    def take(self, patience: Patience) -> Ring:
+        """A ring that nothing touches. Raises CapacityError when all are quarantined, or at the limits."""
         with self._changed:
             while True:
                 patience.check()
                 self._settle()
                 if self._idle:
                     return self._idle.pop()
-                if self._quarantined >= MAX_PAIRS:
+                if self._quarantined >= MAX_RINGS:
                     raise CapacityError(
-                        f"all {MAX_PAIRS} pairs of staging windows of {self._name} were left to peers "
+                        f"all {MAX_RINGS} sets of staging windows of {self._name} were left to peers "
                         "that went in the middle of a copy",
                         phase="move",
                         peer=patience.peer,
@@ -180,18 +216,18 @@ class Arena:
                     )
                 self._changed.wait(SLICE_SECONDS)
 
-    def give_back(self, pair: Pair) -> None:
+    def give_back(self, ring: Ring) -> None:
         """Nothing touches it any more."""
         with self._changed:
-            self._idle.append(pair)
+            self._idle.append(ring)
             self._changed.notify()
 
-    def give_back_after(self, posted: Posted, pair: Pair) -> None:
+    def give_back_after(self, posted: Posted, ring: Ring) -> None:
         """It is free once ``posted``, which this side started, is done; nobody waits for that."""
         with self._changed:
-            self._unsettled.append((posted, pair))
+            self._unsettled.append((posted, ring))
 
-    def quarantine(self, pair: Pair) -> None:  # noqa: ARG002 - dropping it is all there is to do
+    def quarantine(self, ring: Ring) -> None:  # noqa: ARG002 - dropping it is all there is to do
         """The peer may still write into it, and nothing will tell when it has stopped."""
         with self._changed:
             self._quarantined += 1
@@ -199,18 +235,20 @@ class Arena:
 
     def _settle(self) -> None:
         still = []
-        for posted, pair in self._unsettled:
+        for posted, ring in self._unsettled:
             try:
                 is_over = posted.is_done()
             except Exception:  # noqa: BLE001 - whatever the library says of a failure, it is over
                 is_over = True
             if is_over:
-                self._idle.append(pair)
+                self._idle.append(ring)
             else:
-                still.append((posted, pair))
+                still.append((posted, ring))
         self._unsettled = still
 
-    def _pair(self, index: int) -> Pair:
-        starts = [(2 * index + half) * WINDOW_NBYTES for half in (0, 1)]
-        first, second = (self.array[start : start + WINDOW_NBYTES] for start in starts)
-        return Pair((first, second), (self.address + starts[0], self.address + starts[1]))
+    def _ring(self, index: int) -> Ring:
+        starts = [(WINDOWS * index + turn) * WINDOW_NBYTES for turn in range(WINDOWS)]
+        return Ring(
+            tuple(self.array[start : start + WINDOW_NBYTES] for start in starts),
+            tuple(self.address + start for start in starts),
+        )

@@ -51,6 +51,8 @@ MARK_NBYTES = 16
 MARK_MAGIC = int.from_bytes(b"KVFM", "little")
 MAX_REASON_NBYTES = 64 << 10
 MAX_SECONDS = 24 * 3600.0
+# Of one asker, for a copy that is pushed to it: one is filled while another is emptied.
+MIN_WINDOWS, MAX_WINDOWS = 2, 16
 
 _REQUEST_MAGIC = b"KVFQ"
 
@@ -83,7 +85,7 @@ class Kind(enum.IntEnum):
 class Request:
     """One request as both sides know it. Offsets are in the server's memory.
 
-    For PUSH ``chunk_end`` holds the addresses of the asker's two windows.
+    For PUSH ``chunk_end`` holds the addresses of the asker's windows.
     """
 
     operation: Operation
@@ -148,7 +150,7 @@ def decode_head(head: bytes, peer: str) -> Head:
         or not 0 < pieces <= MAX_PIECES
         or chunks > MAX_PIECES
         or (chunks > 0) != (operation is Operation.WRITE or operation is Operation.PUSH)
-        or (operation is Operation.PUSH and chunks != 2)
+        or (operation is Operation.PUSH and not MIN_WINDOWS <= chunks <= MAX_WINDOWS)
     ):
         raise malformed("a request head with values that are not allowed", peer)
     return Head(operation, bool(integrity), transfer_id, seconds, pieces, chunks)
