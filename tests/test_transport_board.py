@@ -113,6 +113,17 @@ def test_a_slot_that_is_half_written_is_no_leave(damage: list[tuple[int, int]]) 
     assert (found is not None) == np.array_equal(before, board.memory.array)
 
 
+def test_a_new_name_over_what_was_withdrawn_is_no_leave() -> None:
+    """As where the same grant is posted again, and its poster stands still after the first bytes."""
+    board = new_board()
+    board.post(TRANSFER_ID, *WHOLE, RANGE)
+    before = board.memory.array.copy()
+    (place,) = np.flatnonzero(before.reshape(-1, SLOT_NBYTES).any(axis=1)) * SLOT_NBYTES
+    board.withdraw(TRANSFER_ID)
+    board.memory.array[place : place + 16] = before[place : place + 16]
+    assert reader_of(board).look(TRANSFER_ID, *WHOLE, patience()) is None
+
+
 @given(slot=st.binary(min_size=SLOT_NBYTES, max_size=SLOT_NBYTES))
 def test_a_peer_may_write_what_it_likes(slot: bytes) -> None:
     assert PeerBoard(lambda _, __: slot).look(TRANSFER_ID, *WHOLE, patience()) is None

@@ -14,7 +14,7 @@ from kvferry.testing.plans import make_plan
 from kvferry.testing.transport_pair import TRANSFER_ID, WAIT_SECONDS
 from kvferry.transport.base import CancelToken, Copy, Direction
 from kvferry.transport.channel import Channel
-from kvferry.transport.look import Looking
+from kvferry.transport.look import Looking, serve_look
 from kvferry.transport.patience import Patience
 from kvferry.transport.table import Part, split_copy
 from kvferry.transport.wire import REQUEST, Kind, Operation
@@ -118,6 +118,27 @@ def test_a_channel_whose_release_came_too_late_is_not_used_again(
     server.sendall(answer)
     server.shutdown(socket.SHUT_WR)
     assert not channel.settle(patience())
+    assert not channel.is_in_step
+
+
+class Late(CancelToken):
+    """Is set after it was looked at once."""
+
+    def raise_if_cancelled(self) -> None:
+        super().raise_if_cancelled()
+        self.cancel(KVFerryError("the lease is over"))
+
+
+def test_a_grant_that_ends_while_it_is_admitted_is_told_after_the_admission() -> None:
+    """ENDED in its place is a refusal, behind which the channel is used again; this one is shut."""
+    here, reader = socket.socketpair()
+    channel = Channel(here)
+    with reader:
+        with pytest.raises(KVFerryError, match="the lease is over"):
+            serve_look(channel, patience(CancelToken(), Late()))
+        assert reader.recv(16, socket.MSG_WAITALL) == ADMITTED
+        assert np.frombuffer(reader.recv(16, socket.MSG_WAITALL), "<u4")[1] == Kind.ENDED
+    channel.close()
 
 
 def test_the_reader_is_told_before_the_guard_is_left() -> None:

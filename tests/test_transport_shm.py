@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from conftest import wait_until
+from conftest import held_by_this_process, wait_until
 from kvferry.errors import TransportError
 from kvferry.layout import BlockTable, PoolLayout, copy_plan
 from kvferry.testing.guards import ScriptedGuard
@@ -20,6 +20,7 @@ from kvferry.testing.plans import expected_digests, make_plan, random_plan
 from kvferry.testing.transport_pair import WAIT_SECONDS, LoopThread, TransportPair
 from kvferry.transport import shm, shm_offer, socket_transport
 from kvferry.transport.base import Connection, Direction, Memory
+from kvferry.transport.board import BOARD_NBYTES
 from kvferry.transport.greeting import Role
 from kvferry.transport.memory import create_shared, private
 from kvferry.transport.shared_copy import copy_strided
@@ -221,6 +222,7 @@ def memfd(nbytes: int, seals: int = 0) -> int:
         (offer(zero=1), []),
         (offer(nbytes=0), []),
         (offer(nbytes=1 << 63), []),
+        (offer(address=(1 << 64) - 1), []),
         (offer()[:20], []),
         (offer(fd=1), []),
         (offer(), [4096]),
@@ -233,6 +235,7 @@ def memfd(nbytes: int, seals: int = 0) -> int:
         "reserved",
         "empty",
         "huge",
+        "beyond all memory",
         "cut",
         "fd missing",
         "fd unsaid",
@@ -257,6 +260,55 @@ def test_a_bad_offer_is_dropped_with_its_descriptors(message: bytes, sizes: list
     assert len(os.listdir("/proc/self/fd")) == before
     for fd in fds:
         os.close(fd)
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("says", "board"),
+    [
+        ({"board": 1}, None),
+        ({"board": 1}, (BOARD_NBYTES - 1, fcntl.F_SEAL_SHRINK)),
+        ({"board": 1}, (BOARD_NBYTES, 0)),
+        ({"board": 1}, (0, 0)),
+        ({"board": 0}, (BOARD_NBYTES, fcntl.F_SEAL_SHRINK)),
+        ({"board": 2}, (BOARD_NBYTES, fcntl.F_SEAL_SHRINK)),
+    ],
+    ids=["missing", "too small", "unsealed", "no memfd", "unsaid", "two of them"],
+)
+def test_a_bad_board_is_refused_with_the_pool(says: dict, board: tuple[int, int] | None) -> None:
+    """Beside a pool that is in order; every descriptor is closed, and nothing stays mapped."""
+    pair = shm_pair(create_shared(POOL_NBYTES), create_shared(POOL_NBYTES))
+    still_serves(pair)
+    fds = [memfd(4096, fcntl.F_SEAL_SHRINK)]
+    if board is not None:
+        fds.append(memfd(*board) if board[0] else os.open("/dev/zero", os.O_RDONLY))
+    before = held_by_this_process()
+    with raw_socket(pair.listener.address) as sock:
+        sock.sendall(greet(1))
+        socket.send_fds(sock, [offer(fd=1, **says)], fds)
+        assert read_to_end(sock).startswith(greet(Role.REFUSED))
+    assert held_by_this_process() == before
+    for fd in fds:
+        os.close(fd)
+    still_serves(pair)
+    pair.close()
+
+
+def test_a_board_that_cannot_be_mapped_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This side has no room for one more map: it asks for each copy, as of a peer without a board."""
+    real_map = shm_offer.map_shared
+
+    def map_shared(fd: int, nbytes: int, *, writable: bool) -> np.ndarray:
+        if nbytes == BOARD_NBYTES:
+            raise OSError(12, "Cannot allocate memory")
+        return real_map(fd, nbytes, writable=writable)
+
+    monkeypatch.setattr(shm_offer, "map_shared", map_shared)
+    pools = create_shared(POOL_NBYTES), create_shared(POOL_NBYTES)
+    pair = TransportPair(ShmTransport, shm_address(), *pools, with_board=True)
+    assert pair.connecting.connection.path == "mapped"
+    pair.connecting.copy(Direction.READ, make_plan([0], [0], [4096]))
+    assert len(pair.listening.guard.entered) == 1
     pair.close()
 
 

@@ -60,15 +60,16 @@ def greet(role: int, token: bytes = bytes(16), magic: bytes = b"KVFERRY", versio
 
 
 def offer(**says: object) -> bytes:
-    values = {"magic": b"KVFO", "fd": 0, "own": 1, "zero": 0, "nbytes": 4096} | says
+    values = {"magic": b"KVFO", "fd": 0, "own": 1, "zero": 0, "nbytes": 4096, "address": 0, "board": 0} | says
     return struct.pack(
-        "<4sBBHQQQ16s",
+        "<4sBBBBQQQ16s",
         values["magic"],
         values["fd"],
         values["own"],
+        values["board"],
         values["zero"],
         values["nbytes"],
-        0,
+        values["address"],
         0,
         bytes(16),
     )

@@ -49,7 +49,7 @@ _TABLE_NBYTES = 16
 _RANGES = struct.Struct(f"<{2 * MAX_RANGES}Q")
 _NO_RANGES = bytes(_RANGES.size)
 _NUMBER = struct.Struct("<Q")
-_EMPTY = bytes(_NAME_NBYTES)
+_EMPTY = bytes(_HEAD.size)
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ class Board:
         place = _place_of(name)
         if self._names.get(place) == name:
             del self._names[place]
-            self._view[place : place + _NAME_NBYTES] = _EMPTY
+            # With its number and sum: else the name alone, of the next posting, would make it whole again.
+            self._view[place : place + _HEAD.size] = _EMPTY
 
     def close(self) -> None:
         """Take everything off, and let go of the memory; maps of it stay as they are. Safe to call twice."""

@@ -247,6 +247,7 @@ class Channel:
             if self.unsettled is not None:
                 self._read_to_end(self.unsettled, patience)
         except (PeerError, TransportError):
+            self.is_in_step = False  # the reason may have come whole: the peer hangs up behind it
             return False
         # Between requests the peer has nothing to say: input means that it hung up.
         self.is_in_step = not self.has_input()

@@ -133,7 +133,9 @@ def serve_look(channel: Channel, patience: Patience) -> None:
     patience.check()
     channel.is_in_step = False
     try:
-        channel.write_mark(Kind.ADMITTED, patience)
+        # Said even if the grant has ended just now: a reader takes ENDED in its place for a refusal, after
+        # which the channel is used again, and would use the one that is shut below.
+        channel.write_mark(Kind.ADMITTED, patience.politely())
         channel.wait_said(patience)
         channel.read_mark(Kind.RELEASE, patience)
     except BaseException as error:

@@ -15,6 +15,7 @@ import contextlib
 import socket
 import threading
 import time
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -44,6 +45,8 @@ __all__ = ["NixlTransport"]
 COOKIE_NBYTES = 16
 DRIVE_SECONDS = 1.0
 AGENT_SECONDS = 20.0
+# Sums of two of them are addresses too.
+_Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,11 +57,11 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     agent: str
     metadata: bytes
-    address: int | None
-    nbytes: int
-    cookie_address: int
+    address: _Address | None
+    nbytes: _Address
+    cookie_address: _Address
     cookie: bytes
-    board_address: int | None
+    board_address: _Address | None
 
 
 class NixlConnection(LibraryConnection):
@@ -84,7 +87,9 @@ class NixlConnection(LibraryConnection):
 
     def _hello(self) -> bytes:
         self.agent = shared_agent()
-        pool, board = _region_of(self.memory), _region_of_board(self.guard)
+        pool = _region_of(self.memory)
+        # Of a pool that nobody reads by himself the board is nobody's business.
+        board = None if pool is None else _region_of_board(self.guard)
         regions = tuple(region for region in (pool, board) if region is not None)
         for region in regions:
             self.agent.register(*region)
@@ -146,17 +151,18 @@ class NixlConnection(LibraryConnection):
     def _read_bytes(self, there: int, nbytes: int, limits: Progressing) -> bytes:
         """A few bytes at an address of the peer's, by way of a window here."""
         assert self.peer is not None
-        pair = self.arena.take(limits)
+        peeks = self.agent.peeks
+        ring = peeks.take(limits)
         posted = None
         try:
-            posted = self.peer.read(pair.addresses[0], there, nbytes)
+            posted = self.peer.read(ring.addresses[0], there, nbytes)
             limits.until_done(posted)
-            found, posted = pair.arrays[0][:nbytes].tobytes(), None
+            found, posted = ring.arrays[0][:nbytes].tobytes(), None
         finally:
             if posted is None:
-                self.arena.give_back(pair)
+                peeks.give_back(ring)
             else:
-                self.arena.give_back_after(posted, pair)
+                peeks.give_back_after(posted, ring)
         return found
 
     def _serve_look(self, channel: Channel, _request: Request, patience: Patience) -> None:

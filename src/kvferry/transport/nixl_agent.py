@@ -30,7 +30,7 @@ from kvferry.errors import KVFerryError, LocalError, TransportError
 from kvferry.transport.memory import address_of
 from kvferry.transport.nixl_paths import PathLog
 from kvferry.transport.staging import FEW
-from kvferry.transport.windows import Arena, PoolMover
+from kvferry.transport.windows import PEEK_NBYTES, Arena, PoolMover
 
 __all__ = ["INSTALL", "NixlAgent", "NixlPeer", "NixlPosted", "missing", "rows", "shared_agent"]
 
@@ -188,16 +188,17 @@ class NixlAgent:
         atexit.register(self._end)
         self._lock = threading.Lock()
         self._peers: Counter[str] = Counter()
-        self._part_until = 0.0
-        self._is_parting = False
+        self._part_until, self._is_parting = 0.0, False
         self._registered: Counter[tuple[int, int]] = Counter()
-        self.arena = Arena("NIXL")
+        #: Windows of copies, and places for a few bytes, which are read by those who hold windows.
+        self.arena, self.peeks = Arena("NIXL"), Arena("NIXL", PEEK_NBYTES)
         #: Held while a connection finds out its path, so that the log's news are its own.
         self.proving = threading.Lock()
         #: Known bytes, by which a peer sees that it reads the right process; no pair's window is theirs.
         self.cookie = secrets.token_bytes(16)
         self.cookie_address = self.arena.keep(self.cookie)
         self.register(self.arena.address, self.arena.nbytes)
+        self.register(self.peeks.address, self.peeks.nbytes)
 
     def telling(self, peer: str, phase: str = "move") -> _Telling:
         """Turn the library's exceptions into TransportError, for the time of a block."""

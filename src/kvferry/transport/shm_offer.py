@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import platform
 import secrets
@@ -30,6 +31,8 @@ ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "s390x")
 _OFFER = struct.Struct(f"<4sBBBBQQQ{COOKIE_NBYTES}s")
 _MAGIC = b"KVFO"
 _CREDENTIALS = struct.Struct("3i")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +145,9 @@ def source_for(offer: Offer, wanted: str | None, peer: str) -> Source:
 
 
 def board_of(offer: Offer, peer: str) -> PeerBoard | None:
-    """The peer's board, mapped; None where it has none, or looks at it may come out of order.
+    """The peer's board, mapped; None where it has none, it cannot be mapped, or looks may come out of order.
 
-    Raises PeerError for a descriptor that is not safe to map, TransportError.
+    Raises PeerError for a descriptor that is not safe to map.
     """
     if offer.board_fd is None or platform.machine() not in ORDERED_MACHINES:
         return None
@@ -152,7 +155,8 @@ def board_of(offer: Offer, peer: str) -> PeerBoard | None:
     try:
         view = map_shared(offer.board_fd, BOARD_NBYTES, writable=False).data
     except OSError as error:
-        raise _no_way(f"its board cannot be mapped: {error.strerror}", peer) from error
+        _log.info("%s: its board cannot be mapped, each copy is asked for: %s", peer, error.strerror)
+        return None
     return PeerBoard(lambda place, _patience: bytes(view[place : place + SLOT_NBYTES]))
 
 
@@ -176,7 +180,8 @@ def _parse_offer(data: bytes, fds: list[int], pid: int, peer: str) -> Offer:
     if len(data) == _OFFER.size:
         magic, has_fd, is_own, has_board, zero, nbytes, address, cookie_address, cookie = _OFFER.unpack(data)
         is_whole = max(has_fd, has_board) <= 1 and len(fds) == has_fd + has_board and not zero
-        if magic == _MAGIC and is_whole and 0 < nbytes < 1 << 62:
+        is_somewhere = max(address, cookie_address) < 1 << 62  # sums with it do not wrap
+        if magic == _MAGIC and is_whole and is_somewhere and 0 < nbytes < 1 << 62:
             # Process 0 is the kernel's word for a process outside of this PID namespace.
             return Offer(
                 nbytes,

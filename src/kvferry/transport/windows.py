@@ -28,6 +28,7 @@ from kvferry.transport.staging import STEP_NBYTES
 __all__ = [
     "MAX_RINGS",
     "NUDGE_SECONDS",
+    "PEEK_NBYTES",
     "WINDOWS",
     "WINDOW_NBYTES",
     "Arena",
@@ -45,6 +46,8 @@ Int64 = NDArray[np.int64]
 WINDOW_NBYTES = 2 * STEP_NBYTES
 # Of one copy: one that is on its way, one behind it, one that is being scattered.
 WINDOWS = 3
+# A slot of a board, or the bytes by which a peer is known.
+PEEK_NBYTES = 128
 # Of one process: 192 MiB of addresses, of which only what is used gets pages.
 MAX_RINGS = 32
 # Between two looks a wait gives way at first, then sleeps, which is 0.1 ms at least: shortly while things
@@ -166,18 +169,22 @@ class Progressing(Patience):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ring:
-    """Windows of one copy, used by turns. ``arrays``: uint8, WINDOW_NBYTES each."""
+    """Windows of one copy, used by turns. ``arrays``: uint8, as many bytes each as the arena's windows."""
 
     arrays: tuple[Bytes, ...]
     addresses: tuple[int, ...]
 
 
 class Arena:
-    """All windows of a process, in one region that is registered once with the library."""
+    """All windows of a process, in one region that is registered once with the library.
 
-    def __init__(self, name: str) -> None:
+    ``window_nbytes``: of each window.
+    """
+
+    def __init__(self, name: str, window_nbytes: int = WINDOW_NBYTES) -> None:
         self._name = name
-        self.nbytes = MAX_RINGS * WINDOWS * WINDOW_NBYTES + mmap.PAGESIZE
+        self._window_nbytes = window_nbytes
+        self.nbytes = MAX_RINGS * WINDOWS * window_nbytes + mmap.PAGESIZE
         self.array = np.frombuffer(mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE), np.uint8)
         self.address = address_of(self.array)
         self._changed = threading.Condition()
@@ -247,8 +254,9 @@ class Arena:
         self._unsettled = still
 
     def _ring(self, index: int) -> Ring:
-        starts = [(WINDOWS * index + turn) * WINDOW_NBYTES for turn in range(WINDOWS)]
+        nbytes = self._window_nbytes
+        starts = [(WINDOWS * index + turn) * nbytes for turn in range(WINDOWS)]
         return Ring(
-            tuple(self.array[start : start + WINDOW_NBYTES] for start in starts),
+            tuple(self.array[start : start + nbytes] for start in starts),
             tuple(self.address + start for start in starts),
         )
