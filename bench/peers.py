@@ -8,9 +8,9 @@ times, whose median counts), in an order of its own, so that ratios are of one t
 are used as suits them best: NIXL with NumPy tables, reads and writes, and a thread at the other side that
 drives it; Mooncake with single submissions that are polled with a pause, else batches of 1,024. Bytes are
 compared after each move. kvferry over NIXL and over the library alone use one agent, so their difference
-is kvferry's own: a ``Connection.read`` without digests, the same with digests, and a whole handoff through
-two endpoints. NIXL's own estimate stands beside kvferry's prediction, which is fitted to other shapes of
-the same run. The first turn is dropped.
+is kvferry's own: a ``Connection.read`` of what the real guard grants, without digests, the same with
+digests, and a whole handoff through two endpoints. NIXL's own estimate stands beside kvferry's
+prediction, which is fitted to other shapes of the same run. The first turn is dropped.
 
 ``--only`` and ``--shapes`` leave the other ways and shapes out, and then predictions too.
 """
@@ -138,6 +138,7 @@ class Pair:
         if command == HANDOFF:
             found = self.hand_over(shape)
         else:
+            self.there.do("grant", shape)
             before = self.there.do("cpu")
             found = self.here.do("move", command, shape)
             found["cpu_seconds"] += (self.there.do("cpu") - before) / times_of(shape)

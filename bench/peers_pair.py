@@ -10,6 +10,7 @@ the settings that suit it best.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import statistics
@@ -23,10 +24,12 @@ from typing import Any
 import numpy as np
 
 from kvferry.layout import BlockTable, CopyPlan, PoolLayout
-from kvferry.testing.guards import ScriptedGuard
-from kvferry.testing.transport_pair import TRANSFER_ID, LoopThread
+from kvferry.testing.transport_pair import LoopThread
 from kvferry.transfer import Endpoint, Pool
+from kvferry.transfer.lease import Grants
 from kvferry.transport import Connection, Copy, create_shared, transport_for
+from kvferry.transport.base import Direction
+from kvferry.transport.board import Board
 from kvferry.transport.memory import address_of
 
 SECONDS = 120.0
@@ -62,6 +65,7 @@ class Side:
         self.resting.set()
         self.library: Any = None
         self.endpoints: dict[tuple[int, ...], Endpoint] = {}
+        self.grants = Grants(Board.create())
 
     # Commands.
 
@@ -69,6 +73,14 @@ class Side:
         array = self.memory.array.view(np.uint64)
         np.multiply(np.arange(len(array), dtype=np.uint64), WORD, out=array)
         np.copyto(self.plain, self.memory.array)
+
+    def grant(self, shape: list[int]) -> None:
+        """The other side may read a shape's sources here, and write its destinations: no other bytes."""
+        block, source, destination = table(*shape)
+        sizes = np.full(len(source), block, np.int64)
+        for direction, offset in ((Direction.READ, source), (Direction.WRITE, destination)):
+            self.grants.close(id_of(direction, shape))
+            self.grants.open(id_of(direction, shape), direction, offset, sizes, lambda _: None)
 
     def zero(self, shape: list[int]) -> None:
         """Nothing is at the destinations of a shape."""
@@ -92,12 +104,12 @@ class Side:
 
     def listen(self, addresses: list[str]) -> list[str]:
         for address in addresses:
-            transport = transport_for(address)(self.memory, ScriptedGuard())
+            transport = transport_for(address)(self.memory, self.grants)
             self.listeners.append(self.loop.run(transport.listen(address, self.accepted.append)))
         return [listener.address for listener in self.listeners]
 
     def connect(self, name: str, address: str) -> str:
-        transport = transport_for(address)(self.memory, ScriptedGuard())
+        transport = transport_for(address)(self.memory, self.grants)
         connection = self.loop.run(transport.connect(address, SECONDS))
         self.connections[name] = connection
         return connection.path
@@ -142,6 +154,7 @@ class Side:
         return timed(lambda: np.copyto(self.plain[:nbytes], self.memory.array[:nbytes]))
 
     def move(self, way: str, shape: list[int]) -> dict[str, float]:
+        self.shape = shape
         tables, work = table(*shape), getattr(self, "_" + way)
         cpu, times = time.process_time(), times_of(shape)
         seconds = statistics.median(work(*tables) for _ in range(times))
@@ -214,7 +227,8 @@ class Side:
             np.arange(count),
             np.ones(count, np.bool_),
         )
-        copy = Copy(TRANSFER_ID, plan, time.monotonic() + SECONDS, sums)
+        name_of_grant = id_of(Direction(direction), self.shape)
+        copy = Copy(name_of_grant, plan, time.monotonic() + SECONDS, sums)
         call = getattr(self.connections[name], direction)
         return timed(lambda: call(copy))
 
@@ -295,6 +309,11 @@ def table(block: int, count: int, pool_blocks: int) -> tuple[int, np.ndarray, np
     rng = np.random.default_rng(7)
     source, destination = (rng.permutation(pool_blocks)[:count].astype(np.int64) * block for _ in range(2))
     return block, source, destination
+
+
+def id_of(direction: Direction, shape: list[int]) -> bytes:
+    """The transfer by which a shape may be read or written."""
+    return hashlib.blake2b(f"{direction} {shape}".encode(), digest_size=16).digest()
 
 
 def times_of(shape: list[int]) -> int:
