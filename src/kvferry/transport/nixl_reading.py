@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -95,8 +95,12 @@ class Reading:
         """Read one part straight into the pool, which is in this process."""
         assert isinstance(self._pool, np.ndarray)
         limit = LIVELY_SLICE_NBYTES if self._patience.is_lively else SLICE_NBYTES
-        nbytes, (here, there) = split_pieces(part.nbytes, part.here, part.there, limit=limit)
-        for first, last in _slices(nbytes, limit):
+        nbytes, here, there = part.nbytes, part.here, part.there
+        slices: Iterable[tuple[int, int]] = ((0, len(nbytes)),)
+        if part.total_nbytes > limit or len(nbytes) > SLICE_PIECES:
+            nbytes, (here, there) = split_pieces(nbytes, here, there, limit=limit)
+            slices = _slices(nbytes, limit)
+        for first, last in slices:
             if first:  # before the first and after the last the caller looks
                 self._check()
             pieces = slice(first, last)
