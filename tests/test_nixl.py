@@ -30,7 +30,6 @@ from kvferry.transport.memory import private
 from kvferry.transport.nixl import Hello, NixlConnection, NixlTransport
 from kvferry.transport.nixl_agent import shared_agent
 from kvferry.transport.patience import Patience
-from kvferry.transport.windows import MAX_RINGS
 from probe_kit import agents, probe
 
 PROBLEM = NixlTransport.unavailable()
@@ -75,7 +74,8 @@ def test_copies_that_hold_all_windows_still_look_at_the_board(monkeypatch: pytes
     pools = private(np.ones(POOL_NBYTES, np.uint8)), private(np.zeros(POOL_NBYTES, np.uint8))
     pair = TransportPair(NixlTransport, "nixl://127.0.0.1:0?move=read", *pools, with_board=True)
     arena, limits = shared_agent().arena, Patience(time.monotonic() + WAIT_SECONDS, (), "test")
-    taken = [arena.take(limits) for _ in range(MAX_RINGS - 1)]
+    # Tests before it in this process may have left some to peers that are gone.
+    taken = [arena.take(limits) for _ in range(len(arena._idle) - 1)]
     try:
         post(pair.listening.guard, (0, POOL_NBYTES))
         pair.connecting.copy(Direction.READ, make_plan([0], [0], [POOL_NBYTES]), seconds=5.0)
