@@ -11,14 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvferry.errors import CapacityError, KVFerryError
+from kvferry.errors import CapacityError, KVFerryError, PeerError
 from kvferry.testing.guards import ScriptedGuard
 from kvferry.testing.plans import make_plan
 from kvferry.transport.base import CancelToken, Copy, Direction
 from kvferry.transport.channel import Channel, make_marks
+from kvferry.transport.greeting import Role
 from kvferry.transport.look import serve_look
 from kvferry.transport.memory import address_of, create_shared
 from kvferry.transport.patience import Patience
+from kvferry.transport.seal import SECRET_NBYTES, ConnectionKeys
 from kvferry.transport.serving import Served, Serving, Slots
 from kvferry.transport.staged import ask_pushed, serve_pushed
 from kvferry.transport.table import split_copy
@@ -96,6 +98,79 @@ def test_a_pushed_copy_that_ends_waits_for_the_readers_last_word() -> None:
         serving.result(20.0)
     assert channel.is_in_step
     channel.close()
+
+
+def test_a_grant_that_ends_behind_the_last_word_brings_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENDED behind DONE would be the answer to the next request, and that one's to the one after it."""
+    grant, mover, write_mark = CancelToken(), Mover(), Channel.write_mark
+    mover.done = True
+
+    def then_end(channel: Channel, kind: Kind, *more: object) -> None:
+        write_mark(channel, kind, *more)  # type: ignore[arg-type]
+        if kind is Kind.DONE:
+            grant.cancel(KVFerryError("the lease is over"))
+
+    monkeypatch.setattr(Channel, "write_mark", then_end)
+    ask = Request(Operation.PUSH, TRANSFER_ID, 20.0, False, *np.array([[0], [4096], [0], [0]]))
+    limits = Progressing.of(Patience(time.monotonic() + 20.0, (CancelToken(), grant), "peer"), None)
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs)
+    with ours, ThreadPoolExecutor(1) as thread:
+        ours.settimeout(20.0)
+        serving = thread.submit(
+            serve_pushed, channel, np.zeros(8192, np.uint8), ask,
+            patience=limits, arena=Arena("test"), mover=mover,
+        )  # fmt: skip
+        told = ours.recv(3 * MARK_NBYTES, socket.MSG_WAITALL)
+        assert np.frombuffer(told, "<u4")[1::4].tolist() == [Kind.ADMITTED, Kind.DATA, Kind.DONE]
+        ours.sendall(make_marks(Kind.RELEASE, 0).tobytes())
+        serving.result(20.0)
+        assert channel.is_in_step
+        channel.close()
+        assert ours.recv(4096) == b""
+
+
+class Late(CancelToken):
+    """Is set after it was looked at once."""
+
+    def raise_if_cancelled(self) -> None:
+        super().raise_if_cancelled()
+        self.cancel(KVFerryError("enough"))
+
+
+def test_a_request_that_was_not_said_leaves_its_windows() -> None:
+    """Nobody will write into them; a cancelled copy takes none with it for good."""
+    arena, plan = Arena("test"), make_plan([0], [0], [4096])
+    copy = Copy(TRANSFER_ID, plan, time.monotonic() + 20.0)
+    limits = Progressing.of(Patience(copy.deadline, (Late(),), "peer"), None)
+    (part,) = split_copy(copy, Direction.READ, POOL_NBYTES, "peer")
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs)
+    with ours, pytest.raises(KVFerryError, match="enough"):
+        ask_pushed(channel, np.zeros(POOL_NBYTES, np.uint8), copy, part, patience=limits, arena=arena)
+    channel.close()
+    assert arena.num_quarantined == 0
+
+
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["plain", "sealed"])
+def test_words_that_the_limits_cut_off_cost_none_of_the_others(is_sealed: bool) -> None:
+    """What was held goes before the reason that is told next, and the reason can be read."""
+    keys = ConnectionKeys(bytes(SECRET_NBYTES), bytes(SECRET_NBYTES))
+    here, there = (
+        Channel(sock, keys.seals(0, Role.OPENER_ASKS, "peer", is_opener=is_here) if is_sealed else None)
+        for sock, is_here in zip(socket.socketpair(), (True, False), strict=True)
+    )
+    enough, limits = CancelToken(), Patience(time.monotonic() + 20.0, (), "peer")
+    enough.cancel(KVFerryError("the lease is over"))
+    here.hold_mark(Kind.ADMITTED, limits)
+    with pytest.raises(KVFerryError) as caught:
+        here.write_mark(Kind.DATA, Patience(limits.deadline, (enough,), "peer"), 4096)
+    here.write_ended(caught.value, limits)
+    there.read_mark(Kind.ADMITTED, limits)
+    with pytest.raises(PeerError, match="the lease is over"):
+        there.read_mark(Kind.DATA, limits, 4096)
+    here.close()
+    there.close()
 
 
 class LateLibrary(PoolMover):

@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
@@ -111,15 +112,19 @@ class Channel:
             said = [b if isinstance(b, bytes) else b.data for b in buffers]
             nbytes = sum([part.nbytes if isinstance(part, memoryview) else len(part) for part in said])
             if nbytes <= SAID_NBYTES:
-                self._say(b"".join((self._take_held(), *said)), patience, on_input)
+                self._say(b"".join(said), patience, on_input)
                 return
         self.flush(patience)
         arrays = [np.frombuffer(b, np.uint8) if isinstance(b, bytes) else b for b in buffers if len(b)]
         if self._seals is None:
             write_vectored(self.fd, vector_of(*arrays), patience, on_input)
             return
+        if not patience.is_polite:
+            patience.check()
+        # A record that is made and not sent would break the seal of the next.
+        polite = replace(patience, is_polite=True)
         for records in self._seals.sealed([array.reshape(-1).view(np.uint8) for array in arrays]):
-            write_vectored(self.fd, vector_of(*records), patience, on_input)
+            write_vectored(self.fd, vector_of(*records), polite, on_input)
 
     def write_vector(
         self, vector: IOVecs, patience: Patience, on_input: Callable[[], NoReturn] | None = None
@@ -143,7 +148,7 @@ class Channel:
     def flush(self, patience: Patience) -> None:
         """Say what is held."""
         if self._held:
-            self._say(self._take_held(), patience)
+            self._say(b"", patience)
 
     def read(self, nbytes: int, patience: Patience, start: bytes = b"") -> NDArray[np.uint8]:
         """Receive exactly ``nbytes``, which the peer wrote as one buffer; the caller has bounded them.
@@ -187,7 +192,7 @@ class Channel:
 
     def write_mark(self, kind: Kind, patience: Patience, nbytes: int = 0) -> None:
         if self._seals is None:
-            self._say(self._take_held() + mark_of(kind, nbytes), patience)
+            self._say(mark_of(kind, nbytes), patience)
         else:
             self.write(patience, mark_of(kind, nbytes))
 
@@ -258,23 +263,32 @@ class Channel:
         return held
 
     def _say(self, data: bytes, patience: Patience, on_input: Callable[[], NoReturn] | None = None) -> None:
-        """Send a few bytes; the socket has room for them nearly always, so that is tried first."""
+        """Send a few bytes, behind what is held; the socket nearly always has room, so that is tried.
+
+        At the limits what was held before stays held, and so does the rest of what was begun: the next words
+        stand behind it, and none is lost or cut.
+        """
         if not patience.is_polite:
             patience.check()
+        data = self._take_held() + data
         left = memoryview(data)
         poll: select.poll | None = None
-        while left:
-            try:
-                left = left[self._sock.send(left) :]
-            except (BlockingIOError, InterruptedError):
-                if poll is None:
-                    poll = select.poll()
-                    poll.register(self.fd, select.POLLOUT | (select.POLLIN if on_input else 0))
-                ((_, events),) = patience.wait(poll)
-                if on_input and events & select.POLLIN:
-                    on_input()
-            except OSError as error:
-                raise patience.lost(str(error.strerror), len(data) - len(left)) from None
+        try:
+            while left:
+                try:
+                    left = left[self._sock.send(left) :]
+                except (BlockingIOError, InterruptedError):
+                    if poll is None:
+                        poll = select.poll()
+                        poll.register(self.fd, select.POLLOUT | (select.POLLIN if on_input else 0))
+                    ((_, events),) = patience.wait(poll)
+                    if on_input and events & select.POLLIN:
+                        on_input()
+                except OSError as error:
+                    raise patience.lost(str(error.strerror), len(data) - len(left)) from None
+        except KVFerryError:
+            self._held = bytes(left)
+            raise
 
     def _hear(self, least: int, most: int, patience: Patience, *, is_there: bool = False) -> bytes:
         """Receive ``least`` to ``most`` bytes; the first try waits for none where they are there."""

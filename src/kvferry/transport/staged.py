@@ -95,10 +95,13 @@ def ask_pushed(
     steps = Steps(pool, part.here, part.nbytes, _PUSHED_NBYTES)
     sums = ChunkDigests(part.chunk_end) if copy.integrity else None
     ring = arena.take(patience)
-    settling = _Settling(arena, ring)
-    channel.unsettled = settling
     channel.is_in_step = False
-    _request(channel, copy, part, patience, ring)
+    try:
+        _request(channel, copy, part, patience, ring)
+    except BaseException:
+        arena.give_back(ring)  # nobody serves a request that is not whole
+        raise
+    channel.unsettled = settling = _Settling(arena, ring)
     try:
         channel.read_mark(Kind.ADMITTED, patience)
         settling.was_admitted = True
@@ -181,8 +184,6 @@ def serve_pushed(
         # It goes with the first step's word, or with why there is none.
         channel.hold_mark(Kind.ADMITTED, patience)
         pushing.push(steps)
-        channel.write_mark(Kind.DONE, patience, steps.total_nbytes)
-        pushing.read_last_word(patience)
     except TransportError:
         pushing.settle()
         raise
@@ -192,18 +193,28 @@ def serve_pushed(
             raise TransportError("what was posted does not end", phase="move", peer=patience.peer) from error
         # Without the grant's token, which may be what ended it: a channel that is closed before the
         # reader has spoken its last word breaks under it, and it never reads why.
-        limits = Progressing.of(
-            Patience(time.monotonic() + _TELL_SECONDS, patience.tokens[:1], patience.peer), patience.progress
-        )
+        limits = _telling(patience)
         channel.write_ended(error, limits)
         if not isinstance(error, _StoppedError):
             pushing.read_last_word(limits)
+    else:
+        # That the grant ends from here on is for the protocol to say: ENDED behind DONE would be taken for
+        # the answer to the next request.
+        limits = _telling(patience)
+        channel.write_mark(Kind.DONE, limits, steps.total_nbytes)
+        pushing.read_last_word(limits)
     finally:
         if pushing.posted:
             arena.give_back_after(_All(list(pushing.posted)), ring)
         else:
             arena.give_back(ring)
     channel.is_in_step = True
+
+
+def _telling(patience: Progressing) -> Progressing:
+    """Limits for the last words of both sides, whatever has become of the grant."""
+    limits = Patience(time.monotonic() + _TELL_SECONDS, patience.tokens[:1], patience.peer)
+    return Progressing.of(limits, patience.progress)
 
 
 class _All:
