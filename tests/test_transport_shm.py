@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import resource
 import select
 import socket
 from dataclasses import replace
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from conftest import held_by_this_process, wait_until
-from kvferry.errors import TransportError
+from kvferry.errors import CapacityError, TransportError
 from kvferry.layout import BlockTable, PoolLayout, copy_plan
 from kvferry.testing.guards import ScriptedGuard
 from kvferry.testing.plans import expected_digests, make_plan, random_plan
@@ -292,6 +293,29 @@ def test_a_bad_board_is_refused_with_the_pool(says: dict, board: tuple[int, int]
         os.close(fd)
     still_serves(pair)
     pair.close()
+
+
+def test_a_side_without_descriptors_left_says_so_of_itself() -> None:
+    """The kernel drops what does not fit; it is not the peer that passed too few."""
+    fds = [memfd(size, fcntl.F_SEAL_SHRINK) for size in (4096, BOARD_NBYTES)]
+    here, there = socket.socketpair()
+    socket.send_fds(there, [offer(fd=1, board=1)], fds)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def receive() -> None:
+        lowest = os.dup(here.fileno())
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        await shm_offer.receive_offer(here, "peer")
+
+    try:
+        with pytest.raises(CapacityError, match="may open no more descriptors") as caught:
+            asyncio.run(receive())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.next_step
+    for fd in (*fds, here.detach(), there.detach()):
+        os.close(fd)
 
 
 def test_a_board_that_cannot_be_mapped_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

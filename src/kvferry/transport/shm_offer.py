@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.errors import KVFerryError, PeerError, TransportError
+from kvferry.errors import CapacityError, KVFerryError, PeerError, TransportError
 from kvferry.transport.base import Memory
 from kvferry.transport.board import BOARD_NBYTES, SLOT_NBYTES, Board, PeerBoard
 from kvferry.transport.memory import address_of, check_peer_memory, map_shared, read_only_fd
@@ -107,10 +107,18 @@ def send_offer(sock: socket.socket, memory: Memory, cookie: Cookie, board: Board
 
 
 async def receive_offer(sock: socket.socket, peer: str) -> Offer:
-    """The peer's offer; the caller closes it. Raises PeerError for anything else, OSError."""
+    """The peer's offer; the caller closes it. Raises PeerError for anything else, CapacityError, OSError."""
     await _wait_readable(sock)
-    data, fds, _, _ = socket.recv_fds(sock, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
+    data, fds, flags, _ = socket.recv_fds(sock, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
     try:
+        if flags & socket.MSG_CTRUNC and len(fds) < 2:
+            raise CapacityError(
+                "this process may open no more descriptors, and the peer's memory needs two",
+                phase="connect",
+                peer=peer,
+                now_true="nothing is held",
+                next_step="raise the limit of open files (ulimit -n), or use tcp",
+            )
         return _parse_offer(data, fds, check_same_user(sock, peer), peer)
     except KVFerryError:
         for fd in fds:
