@@ -105,6 +105,7 @@ def test_a_first_token_that_ends_the_request_leaves_nothing_to_decode() -> None:
 
 OFFERED = {"ids": [5, 6, 7, 9], "room_tokens": 30, "default_tokens": 20}
 KV = {"do_remote_prefill": True, "kvferry_ticket": "abc"}
+NAMED = KV | {"kvferry_model": "m"}
 
 
 def completion(**fields: Any) -> Body:
@@ -123,6 +124,7 @@ def answered(body: Body, text: str = "A", ended: str = "length", **message: Any)
 def going_on(body: Body) -> Follow:
     how = read_follow(OFFERED, body, answered(body))
     assert isinstance(how, Follow), how
+    how.model = "m"
     return how
 
 
@@ -142,10 +144,10 @@ def test_decode_is_asked_for_one_token_less(body: Body, limit: int) -> None:
     assert asked["max_tokens"] == limit
     assert "max_completion_tokens" not in asked
     if body.is_chat:
-        assert asked["kv_transfer_params"] == KV | {"prompt_token_ids": [5, 6, 7, 9]}
+        assert asked["kv_transfer_params"] == NAMED | {"prompt_token_ids": [5, 6, 7, 9]}
         assert asked["messages"] == body.fields["messages"]
     else:
-        assert asked["kv_transfer_params"] == KV
+        assert asked["kv_transfer_params"] == NAMED
         assert asked["prompt"] == [5, 6, 7, 9]
     assert "stream_options" not in asked
 
@@ -194,13 +196,25 @@ def test_an_offer_that_is_not_understood_is_named(offered: Any) -> None:
 
 def test_the_usage_is_the_clients() -> None:
     usage = {"prompt_tokens": 4, "completion_tokens": 7, "total_tokens": 11}
-    whole = going_on(completion()).whole({"choices": [{"text": "b"}], "usage": dict(usage)})
+    answer = {"choices": [{"text": "b"}], "kv_transfer_params": {"kvferry_model": "m"}}
+    whole = going_on(completion()).whole({**answer, "usage": dict(usage)})
+    assert "kv_transfer_params" not in whole
     assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
     for wanted in (True, False):
         how = going_on(completion(stream=True, stream_options={"include_usage": wanted}))
         assert how.event({"choices": [{"text": "b"}], "usage": dict(usage)}) == {"choices": [{"text": "b"}]}
         last = how.event({"choices": [], "usage": dict(usage)})
         assert last == ({"choices": [], "usage": whole["usage"]} if wanted else None)
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {"kvferry_model": "n"}}]
+)
+def test_a_whole_answer_of_another_model_gives_no_token(told: dict[str, Any]) -> None:
+    """Nor one that does not say of which it is: that server did not look at the request's word."""
+    answer = {"choices": [{"text": "b"}], "usage": {"prompt_tokens": 4, "completion_tokens": 1}} | told
+    with pytest.raises(MisreadError, match="where prefill's is m"):
+        going_on(completion()).whole(answer)
 
 
 @pytest.mark.parametrize(
