@@ -81,12 +81,13 @@ def test_a_read_into_the_pool_ends_when_the_library_is_through(meet: type[Meetin
 def test_a_summed_read_from_a_frozen_peer(meet: type[Meeting]) -> None:
     """With integrity the library reads into windows: the deadline holds, and nothing comes late.
 
-    Over cma the peer is not needed once it has admitted the read, so that goes through.
+    Over cma the peer is not needed once the endpoint is set up, so that goes through; on a busy machine that
+    may be after the first bytes, and then the deadline holds there too.
     """
     meeting = meet("?move=read")
     copying = meeting.start(LONG, 1.0, integrity=True)
     with meeting.peer.frozen():
-        with pytest.raises(DeadlineError) if IS_TCP else contextlib.nullcontext():
+        with pytest.raises(DeadlineError) if IS_TCP else contextlib.suppress(DeadlineError):
             copying.result(WAIT_SECONDS)
         meeting.memory.array[:] = MARK
     meeting.check_nothing_comes()
