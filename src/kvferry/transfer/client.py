@@ -227,9 +227,8 @@ class NodeClient:
             with contextlib.suppress(ConnectionError), self._sock.makefile("rb") as stream:
                 while (reply := _next_reply(stream)) is not None:
                     self._take(reply)
-            if self._process is not None and not self._released:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_REAP_SECONDS)  # so that the error can say what it died of
+            if not self._released:
+                self._reap()
         finally:  # whatever ended this thread, a callback's own fault too: nobody waits for ever
             with self._lock:
                 pending, self._futures = list(self._futures.values()), {}
@@ -265,7 +264,14 @@ class NodeClient:
             next_step="it is frozen or starved: ask again, or close this endpoint, which ends it for certain",
         )
 
+    def _reap(self) -> None:
+        """Wait until a process that ends has let go of everything; what it died of is known then too."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_REAP_SECONDS)
+
     def _gone(self) -> LocalError:
+        self._reap()  # one that was killed just now may be in the middle of a copy still
         status = None if self._process is None else self._process.poll()
         return LocalError(
             f"the transfer process of {self._name!r} is gone"
