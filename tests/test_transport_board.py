@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvferry.errors import KVFerryError, PeerError, TransportError
 from kvferry.testing.plans import make_plan
 from kvferry.testing.transport_pair import TRANSFER_ID, WAIT_SECONDS
-from kvferry.transfer.lease import Grants
+from kvferry.transfer.lease import MAX_POSTED_PIECES, Grants
 from kvferry.transport.base import CancelToken, Copy, Direction
 from kvferry.transport.board import BOARD_NBYTES, MAX_RANGES, SLOT_NBYTES, Board, PeerBoard
 from kvferry.transport.channel import Channel
@@ -150,12 +150,14 @@ def test_a_posting_stands_until_it_is_withdrawn_and_never_again() -> None:
         ([*range(0, MAX_RANGES * 16, 16)], True, True),
         ([*range(0, (MAX_RANGES + 1) * 16, 16)], True, False),  # too many ranges
         ([*range(0, 65 * 8, 8)], True, False),  # not looked at more closely
+        ([*range(0, MAX_POSTED_PIECES * 8, 8)], True, False),
+        ([*range(0, MAX_POSTED_PIECES * 8 + 8, 8)], False, False),  # not posted
     ],
 )
 def test_grants_to_read_are_posted_while_they_are_open(
     offset: list[int], finds_all: bool, finds_some: bool
 ) -> None:
-    """All pieces in their order can always be read, some of them where the ranges are few."""
+    """All pieces in their order can be read, unless they are very many; some of them where ranges are few."""
     board = new_board()
     grants, reader = Grants(board), reader_of(board)
     pieces = np.array(offset, np.int64), np.full(len(offset), 8)

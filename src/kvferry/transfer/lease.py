@@ -23,6 +23,8 @@ __all__ = ["Grants"]
 
 # Of so many pieces it is found out whether they are few ranges; of more only all are read without a word.
 MAX_SEARCHED_PIECES = 64
+# The digest of so many takes a tenth of the time of being asked for leave; a copy of more is long anyway.
+MAX_POSTED_PIECES = 1 << 14
 
 
 @dataclass(eq=False)
@@ -99,7 +101,8 @@ class Grants:
         with self._lock:
             assert transfer_id not in self._grants
             self._grants[transfer_id] = grant
-            if self.board is not None and direction is Direction.READ:
+            is_short = len(offset) <= MAX_POSTED_PIECES
+            if self.board is not None and is_short and direction is Direction.READ:
                 ranges = grant.ranges if len(offset) <= MAX_SEARCHED_PIECES else None
                 self.board.post(transfer_id, offset, nbytes, ranges)
 
