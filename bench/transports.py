@@ -279,7 +279,11 @@ def scheduling() -> str:
     if os.sched_getscheduler(0) == os.SCHED_RR:
         return f"real-time priority {os.sched_getparam(0).sched_priority}"
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    return f"niceness {niceness}" if niceness else ""
+    # Between sessions the group's counts, and the process's own only within its session: sched(7).
+    group = Path("/proc/self/autogroup")
+    of_group = int(group.read_text().split()[-1]) if group.exists() else 0
+    said = [f"niceness {niceness}"] if niceness else []
+    return " in ".join([*said, f"a session of niceness {of_group}"] if of_group else said)
 
 
 def main() -> None:

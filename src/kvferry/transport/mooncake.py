@@ -64,10 +64,10 @@ class MooncakeConnection(LibraryConnection):
         self.arena, self.peer_nbytes = self.engine.arena, self.hello.nbytes
 
     def _read_known_bytes(self, limits: Progressing) -> str:
-        pair = self.arena.take(limits)
-        self.peer.read_now(pair.addresses[0], self.hello.cookie_address, COOKIE_NBYTES)
-        found = pair.arrays[0][:COOKIE_NBYTES].tobytes()
-        self.arena.give_back(pair)
+        ring = self.arena.take(limits)
+        self.peer.read_now(ring.addresses[0], self.hello.cookie_address, COOKIE_NBYTES)
+        found = ring.arrays[0][:COOKIE_NBYTES].tobytes()
+        self.arena.give_back(ring)
         if found != self.hello.cookie:
             raise TransportError(
                 "what was read is not what is there", phase="connect", peer=self.peer_address
