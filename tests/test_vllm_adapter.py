@@ -19,7 +19,7 @@ from kvferry.engines.vllm.identity import files_digest, fingerprint, model_diges
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.pool_layout import Group, LayerTensor, pool_layout
 from kvferry.engines.vllm.push import ask_prefill
-from kvferry.engines.vllm.results import Results
+from kvferry.engines.vllm.results import Outbox, Results
 from kvferry.engines.vllm.scheduler import TOKENS_KEY, SchedulerSide
 from kvferry.engines.vllm.step import (
     PUSH_URL_KEY,
@@ -809,6 +809,16 @@ def test_decode_asks_only_servers_that_were_allowed() -> None:
 
 
 # Start.
+
+
+def test_a_load_that_fails_and_its_error_are_of_one_step() -> None:
+    """Whatever step comes between: the one that ends the request counts its failure too."""
+    taken: list[Results] = []
+    box = Outbox(lambda _: taken.append(box.take()))
+    box.loaded("r", LocalError("a disk is gone"))
+    assert [(each.failed, [error.message for error in each.errors]) for each in taken] == [
+        ({"r"}, ["a disk is gone"])
+    ]
 
 
 def test_options_are_checked_by_name() -> None:

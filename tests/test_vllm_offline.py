@@ -157,7 +157,8 @@ def test_a_damaged_payload_never_becomes_a_token(engines: dict[str, Engine]) -> 
         assert outputs[0]["reason"] == reason
         if reason == "length":
             assert outputs[0]["tokens"] == engines[dst].alone([PROMPTS[7]])[0]
-        assert engines[dst].ask("stats")["failed"][before:] == ["corrupt"]
+        stats = engines[dst].until(lambda stats, before=before: len(stats["failed"]) > before)
+        assert stats["failed"][before:] == ["corrupt"]
     engines["p"].until(lambda stats: stats["requests"] == 0)
 
 

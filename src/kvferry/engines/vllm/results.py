@@ -44,10 +44,11 @@ class Outbox:
             self._results.loaded.add(request_id)
             if isinstance(outcome, KVFerryError):
                 self._results.failed.add(request_id)
+                self._results.errors.append(outcome)  # the step that fails the request counts it too
             else:
                 self._results.moves.append(outcome)
         if isinstance(outcome, KVFerryError):
-            self.failed(outcome)
+            self._log(str(outcome))
 
     def failed(self, error: KVFerryError) -> None:
         """A handoff ended with an error here."""
