@@ -10,7 +10,8 @@
 
 pytest then collects some sixty tests: frames, copies against plain loops, digests, guards, boards, every
 way for a copy or a connection to end, leaks, and a peer in another process. ``make_memory`` may be
-overridden where a transport needs memory of its own kind. Needs pytest and hypothesis.
+overridden where a transport needs memory of its own kind; ``reads_boards = True`` says that copies which
+the peer has posted ask nobody. Needs pytest and hypothesis.
 """
 
 from __future__ import annotations
