@@ -95,6 +95,8 @@ test-nixl: $(NIXL)/installed
 	$(NIXL)/bin/python -m pytest -n 2 tests/test_nixl.py tests/test_nixl_faults.py
 	$(UCX_TCP) $(NIXL)/bin/python -m pytest -n 2 tests/test_nixl.py tests/test_nixl_faults.py
 	KVFERRY_FAULT_SCHEMES=nixl $(NIXL)/bin/python -m pytest tests/test_faults.py -k copying
+	$(NIXL)/bin/python -m pytest tests/test_demo.py -k 'identical_by and nixl'
+	$(UCX_TCP) $(NIXL)/bin/python -m pytest tests/test_demo.py -k 'identical_by and nixl'
 	$(NIXL)/bin/python -m pytest tests/test_library_device.py tests/test_library_off_host.py
 
 # Coverage-guided fuzzing (atheris) of all that reads bytes from outside; RUNS inputs of what comes over
@@ -152,6 +154,7 @@ test-mooncake: export OPENBLAS_NUM_THREADS = 1
 test-mooncake: $(MOONCAKE)/installed
 	$(MOONCAKE)/bin/python -m pytest -n 2 tests/test_mooncake.py
 	KVFERRY_FAULT_SCHEMES=mooncake $(MOONCAKE)/bin/python -m pytest tests/test_faults.py -k copying
+	$(MOONCAKE)/bin/python -m pytest tests/test_demo.py -k 'identical_by and mooncake'
 	$(MOONCAKE)/bin/python -m pytest tests/test_library_device.py tests/test_library_off_host.py
 
 # `kvferry probe --ray` on a real Ray of several nodes on this machine, in a venv of its own.
