@@ -1,44 +1,28 @@
-"""The board: what it says is what was posted, whatever is written there; and who looks at it when."""
+"""The board: what it says is what was posted, whatever is written there."""
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.errors import KVFerryError, PeerError, TransportError
-from kvferry.testing.plans import make_plan
+from kvferry.errors import KVFerryError
 from kvferry.testing.transport_pair import TRANSFER_ID, WAIT_SECONDS
 from kvferry.transfer.lease import MAX_POSTED_PIECES, Grants
-from kvferry.transport.base import CancelToken, Copy, Direction
-from kvferry.transport.board import BOARD_NBYTES, MAX_RANGES, SLOT_NBYTES, Board, PeerBoard
-from kvferry.transport.channel import Channel
-from kvferry.transport.look import Looking
-from kvferry.transport.memory import private
+from kvferry.transport.base import CancelToken, Direction
+from kvferry.transport.board import MAX_RANGES, SLOT_NBYTES, PeerBoard
 from kvferry.transport.patience import Patience
-from kvferry.transport.table import Part, split_copy
+from transport_raw import new_board, reader_of
 
-COPY = Copy(TRANSFER_ID, make_plan([0], [0], [4096]), time.monotonic() + 3600)
 WHOLE = np.array([0]), np.array([4096])
 RANGE = np.array([0]), np.array([4096])
 
 
 def patience(*tokens: CancelToken) -> Patience:
     return Patience(time.monotonic() + WAIT_SECONDS, tokens, "peer")
-
-
-def new_board() -> Board:
-    return Board(private(np.zeros(BOARD_NBYTES, np.uint8)))
-
-
-def reader_of(board: Board) -> PeerBoard:
-    return PeerBoard(lambda place, _: board.memory.array[place : place + SLOT_NBYTES].tobytes())
 
 
 IDS = st.integers(0, 5).map(lambda number: number.to_bytes(16, "big"))
@@ -188,106 +172,3 @@ def test_a_copy_that_was_let_in_by_the_channel_ends_the_posting_too() -> None:
     grants.close(TRANSFER_ID)
     assert reader_of(board).look(TRANSFER_ID, np.array([0]), np.array([8]), patience()) is None
     grants.leave(TRANSFER_ID)
-
-
-# Who looks when.
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[Channel, socket.socket]]:
-    """A reader's channel, and the server's end of it to speak by hand."""
-    here, there = socket.socketpair()
-    channel = Channel(here)
-    there.settimeout(WAIT_SECONDS)
-    yield channel, there
-    channel.close()
-    there.close()
-
-
-def part() -> Part:
-    return split_copy(COPY, Direction.READ, 4096, "peer")[0]
-
-
-def posted() -> tuple[Board, PeerBoard]:
-    board = new_board()
-    board.post(TRANSFER_ID, *WHOLE, RANGE)
-    return board, reader_of(board)
-
-
-def test_a_posted_copy_says_nothing_on_the_channel(ends: tuple[Channel, socket.socket]) -> None:
-    channel, server = ends
-    with Looking(channel, COPY, part(), patience(), posted()[1]) as check:
-        check()
-    assert channel.is_in_step
-    assert channel.settle(patience())
-    server.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        server.recv(1)
-
-
-@pytest.mark.parametrize("when", ["at a check", "at the end"])
-def test_a_peer_that_goes_ends_a_posted_copy(ends: tuple[Channel, socket.socket], when: str) -> None:
-    """Its board may stay readable when it is gone: nobody takes the posting off then."""
-    channel, server = ends
-
-    def copy() -> None:
-        with Looking(channel, COPY, part(), patience(), posted()[1]) as check:
-            server.close()
-            if when == "at a check":
-                check()
-                raise AssertionError("the check was passed")
-
-    with pytest.raises(TransportError):
-        copy()
-    assert not channel.is_in_step
-
-
-def test_a_check_during_a_long_copy_sees_that_the_posting_is_gone(
-    ends: tuple[Channel, socket.socket],
-) -> None:
-    """Not at each check, but soon; the reason is asked for."""
-    channel, server = ends
-    board, reader = posted()
-
-    def copy() -> None:
-        with Looking(channel, COPY, part(), patience(), reader) as check:
-            board.withdraw(TRANSFER_ID)
-            deadline = time.monotonic() + WAIT_SECONDS
-            while time.monotonic() < deadline:
-                check()
-
-    def answer() -> bytes:
-        asked = server.recv(4)
-        server.sendall(ended("the lease is over"))
-        return asked
-
-    with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(answer)
-        with pytest.raises(PeerError, match="the lease is over"):
-            copy()
-        assert asked.result() == b"KVFQ"
-
-
-def test_a_failed_copy_is_not_looked_at_again(ends: tuple[Channel, socket.socket]) -> None:
-    """What it raised itself is its error; the channel was not used, and stays usable."""
-    channel, _ = ends
-    board, reader = posted()
-
-    def copy() -> None:
-        with Looking(channel, COPY, part(), patience(), reader):
-            board.withdraw(TRANSFER_ID)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        copy()
-    assert channel.is_in_step
-
-
-def ended(reason: str) -> bytes:
-    """ENDED with its reason, as a server writes it."""
-    here, there = socket.socketpair()
-    channel = Channel(here)
-    channel.write_ended(KVFerryError(reason), patience())
-    channel.close()
-    with there:
-        return there.recv(1 << 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from kvferry.errors import KVFerryError, PeerError, TransportError
 from kvferry.testing.plans import make_plan
 from kvferry.testing.transport_pair import TRANSFER_ID, WAIT_SECONDS
 from kvferry.transport.base import CancelToken, Copy, Direction
+from kvferry.transport.board import Board, PeerBoard
 from kvferry.transport.channel import Channel
 from kvferry.transport.look import Looking, serve_look
 from kvferry.transport.patience import Patience
 from kvferry.transport.table import Part, split_copy
 from kvferry.transport.wire import REQUEST, Kind, Operation
-from transport_raw import asking_channel, mark, new_pair, request
+from transport_raw import asking_channel, mark, new_board, new_pair, reader_of, request
 
 COPY = Copy(TRANSFER_ID, make_plan([0], [0], [4096]), time.monotonic() + 3600)
 REQUEST_NBYTES = REQUEST.size + 16
@@ -155,3 +157,81 @@ def test_the_reader_is_told_before_the_guard_is_left() -> None:
         guard.wait_until_idle()
     assert np.frombuffer(said[0], "<u4")[1] == Kind.ENDED
     pair.close()
+
+
+# By the board.
+
+
+def posted() -> tuple[Board, PeerBoard]:
+    board, whole = new_board(), (np.array([0]), np.array([4096]))
+    board.post(TRANSFER_ID, *whole, whole)
+    return board, reader_of(board)
+
+
+def test_a_posted_copy_says_nothing_on_the_channel(ends: tuple[Channel, socket.socket]) -> None:
+    channel, server = ends
+    with Looking(channel, COPY, part(), patience(), posted()[1]) as check:
+        check()
+    assert channel.is_in_step
+    assert channel.settle(patience())
+    server.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        server.recv(1)
+
+
+@pytest.mark.parametrize("when", ["at a check", "at the end"])
+def test_a_peer_that_goes_ends_a_posted_copy(ends: tuple[Channel, socket.socket], when: str) -> None:
+    """Its board may stay readable when it is gone: nobody takes the posting off then."""
+    channel, server = ends
+
+    def copy() -> None:
+        with Looking(channel, COPY, part(), patience(), posted()[1]) as check:
+            server.close()
+            if when == "at a check":
+                check()
+                raise AssertionError("the check was passed")
+
+    with pytest.raises(TransportError):
+        copy()
+    assert not channel.is_in_step
+
+
+def test_a_check_during_a_long_copy_sees_that_the_posting_is_gone(
+    ends: tuple[Channel, socket.socket],
+) -> None:
+    """Not at each check, but soon; the reason is asked for."""
+    channel, server = ends
+    board, reader = posted()
+
+    def copy() -> None:
+        with Looking(channel, COPY, part(), patience(), reader) as check:
+            board.withdraw(TRANSFER_ID)
+            deadline = time.monotonic() + WAIT_SECONDS
+            while time.monotonic() < deadline:
+                check()
+
+    def answer() -> bytes:
+        asked = server.recv(4)
+        server.sendall(ended(KVFerryError("the lease is over")))
+        return asked
+
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(answer)
+        with pytest.raises(PeerError, match="the lease is over"):
+            copy()
+        assert asked.result() == b"KVFQ"
+
+
+def test_a_failed_copy_is_not_looked_at_again(ends: tuple[Channel, socket.socket]) -> None:
+    """What it raised itself is its error; the channel was not used, and stays usable."""
+    channel, _ = ends
+    board, reader = posted()
+
+    def copy() -> None:
+        with Looking(channel, COPY, part(), patience(), reader):
+            board.withdraw(TRANSFER_ID)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        copy()
+    assert channel.is_in_step

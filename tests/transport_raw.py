@@ -1,4 +1,4 @@
-"""Raw sockets that speak to a kvferry transport by hand, byte by byte."""
+"""Raw sockets that speak to a kvferry transport by hand, byte by byte, and boards without a peer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import numpy as np
 from kvferry.testing.plans import make_plan
 from kvferry.testing.transport_pair import TRANSFER_ID, WAIT_SECONDS, TransportPair
 from kvferry.transport.base import Direction
-from kvferry.transport.memory import create_shared
+from kvferry.transport.board import BOARD_NBYTES, SLOT_NBYTES, Board, PeerBoard
+from kvferry.transport.memory import create_shared, private
 from kvferry.transport.shm import NAMESPACE, ShmTransport
 from kvferry.transport.tcp import TcpTransport
 from kvferry.transport.wire import REQUEST, Operation
@@ -33,6 +34,14 @@ def new_pair(scheme: str) -> TransportPair:
     if scheme == "tcp":
         return TransportPair(TcpTransport, "tcp://127.0.0.1:0", *pools)
     return TransportPair(ShmTransport, shm_address(), *pools)
+
+
+def new_board() -> Board:
+    return Board(private(np.zeros(BOARD_NBYTES, np.uint8)))
+
+
+def reader_of(board: Board) -> PeerBoard:
+    return PeerBoard(lambda place, _: board.memory.array[place : place + SLOT_NBYTES].tobytes())
 
 
 def raw_socket(address: str) -> socket.socket:

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-import numpy as np
-
 from kvferry.errors import KVFerryError, TransportError
 from kvferry.transport.base import Copy, CopyEndedError
 from kvferry.transport.board import PeerBoard, Posting
@@ -31,7 +29,6 @@ __all__ = ["Looking", "serve_look"]
 _TELL_SECONDS = 0.5
 # Between two looks at the board during a copy: over a network each takes a few microseconds.
 _BOARD_SECONDS = 5e-3
-_NO_CHUNKS = np.empty(0, np.int64)
 
 
 class Looking:
@@ -84,17 +81,7 @@ class Looking:
             self._looked_at = time.monotonic()
 
     def _ask(self) -> None:
-        copy, part = self._copy, self._part
-        request = Request(
-            Operation.LOOK,
-            copy.transfer_id,
-            copy.deadline - time.monotonic(),
-            copy.integrity,
-            part.there,
-            part.nbytes,
-            _NO_CHUNKS,
-            _NO_CHUNKS,
-        )
+        request = Request.of(Operation.LOOK, self._copy, self._part)
         self._channel.is_in_step = False
         self._channel.write(self._patience, *request.encode())
         self._channel.read_mark(Kind.ADMITTED, self._patience)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.transport.base import Copy, Memory
-from kvferry.transport.channel import Channel
+from kvferry.transport.channel import SAID_NBYTES, Channel
 from kvferry.transport.device import pieces_of, pool_bytes
 from kvferry.transport.patience import Patience
 from kvferry.transport.table import Part
@@ -23,8 +23,8 @@ __all__ = ["SMALL_NBYTES", "ask_small", "serve_small"]
 
 Int64 = NDArray[np.int64]
 
-# What goes out by one call with its marks; see docs/decisions/0185.
-SMALL_NBYTES = 32 << 10
+# Said in one buffer with their marks; see docs/decisions/0185.
+SMALL_NBYTES = SAID_NBYTES
 
 
 def ask_small(

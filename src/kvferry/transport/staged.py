@@ -123,16 +123,8 @@ def ask_pushed(
 
 
 def _request(channel: Channel, copy: Copy, part: Part, patience: Patience, ring: Ring) -> None:
-    request = Request(
-        Operation.PUSH,
-        copy.transfer_id,
-        copy.deadline - time.monotonic(),
-        copy.integrity,
-        part.there,
-        part.nbytes,
-        np.array(ring.addresses, np.int64),
-        np.zeros(len(ring.addresses), np.int64),
-    )
+    windows = np.array(ring.addresses, np.int64), np.zeros(len(ring.addresses), np.int64)
+    request = Request.of(Operation.PUSH, copy, part, *windows)
     channel.write(patience, *request.encode())
 
 

@@ -19,7 +19,6 @@ from kvferry.transport.wire import Kind, Operation, Request, malformed
 __all__ = ["ask_read", "ask_write", "serve_read", "serve_write"]
 
 Bytes = NDArray[np.uint8]
-NO_CHUNKS = np.empty(0, np.int64)
 
 
 def ask_read(
@@ -89,16 +88,8 @@ def _ask(
 ) -> None:
     """Send a request, at once or with the words that follow it."""
     writes = operation is Operation.WRITE
-    request = Request(
-        operation,
-        copy.transfer_id,
-        copy.deadline - time.monotonic(),
-        copy.integrity,
-        part.there,
-        part.nbytes,
-        part.chunk_end if writes else NO_CHUNKS,
-        part.chunk_id if writes else NO_CHUNKS,
-    )
+    chunks = (part.chunk_end, part.chunk_id) if writes else ()
+    request = Request.of(operation, copy, part, *chunks)
     channel.is_in_step = False
     say = channel.hold if with_next else channel.write
     say(patience, *request.encode())

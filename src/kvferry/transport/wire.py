@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import math
 import struct
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -28,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import ErrorRecord, KVFerryError, PeerError
-from kvferry.transport.base import TRANSFER_ID_NBYTES, CopyEndedError
+from kvferry.transport.base import TRANSFER_ID_NBYTES, Copy, CopyEndedError
 from kvferry.transport.staging import FEW
-from kvferry.transport.table import MAX_PIECES, first_outside, sum_of
+from kvferry.transport.table import MAX_PIECES, Part, first_outside, sum_of
 
 __all__ = [
     "MARK_NBYTES",
@@ -54,6 +55,7 @@ MAX_SECONDS = 24 * 3600.0
 # Of one asker, for a copy that is pushed to it: one is filled while another is emptied.
 MIN_WINDOWS, MAX_WINDOWS = 2, 16
 
+NO_CHUNKS = np.empty(0, np.int64)
 _REQUEST_MAGIC = b"KVFQ"
 
 
@@ -96,6 +98,27 @@ class Request:
     nbytes: Int64
     chunk_end: Int64
     chunk_id: Int64
+
+    @classmethod
+    def of(
+        cls,
+        operation: Operation,
+        copy: Copy,
+        part: Part,
+        chunk_end: Int64 = NO_CHUNKS,
+        chunk_id: Int64 = NO_CHUNKS,
+    ) -> Request:
+        """To ask for one part of a copy, within the time that the copy has left."""
+        return cls(
+            operation,
+            copy.transfer_id,
+            copy.deadline - time.monotonic(),
+            copy.integrity,
+            part.there,
+            part.nbytes,
+            chunk_end,
+            chunk_id,
+        )
 
     @property
     def total_nbytes(self) -> int:
